@@ -1,0 +1,3 @@
+//! Types of the CNI specification, and the ordered steps of its verbs.
+pub mod plan;
+pub mod spec;

@@ -1,0 +1,1 @@
+//! The ordered steps of ADD, CHECK and DEL, each with its inverse.

@@ -1,0 +1,1 @@
+//! Carving CIDRs into equal blocks.

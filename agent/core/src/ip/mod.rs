@@ -1,0 +1,2 @@
+//! Addresses, blocks and ranges.
+pub mod block;

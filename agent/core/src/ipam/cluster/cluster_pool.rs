@@ -1,0 +1,1 @@
+//! One block of the cluster pool for each node.

@@ -1,0 +1,2 @@
+//! Decided by the operator.
+pub mod cluster_pool;

@@ -1,0 +1,2 @@
+//! Decided on the node.
+pub mod pod_cidr;

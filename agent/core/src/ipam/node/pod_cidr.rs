@@ -1,0 +1,1 @@
+//! Host-scope allocation from the pod CIDR of the node.

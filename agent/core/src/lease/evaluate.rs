@@ -1,0 +1,1 @@
+//! Whether to acquire, renew, wait or step down.

@@ -1,0 +1,2 @@
+//! Leader election, judged from a Lease object.
+pub mod evaluate;

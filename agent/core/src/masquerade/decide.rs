@@ -1,0 +1,1 @@
+//! The rules of the kernel program once more, for `explain` and for the table of cases that runs on both.

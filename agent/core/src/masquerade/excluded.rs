@@ -1,0 +1,1 @@
+//! The ip-masq-agent file and the list in force.

@@ -1,0 +1,1 @@
+//! When a NAT entry has had its time.

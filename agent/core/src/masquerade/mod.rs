@@ -1,0 +1,5 @@
+//! Which packets leave under the node's address, and which keep the pod's.
+pub mod decide;
+pub mod excluded;
+pub mod expire;
+pub mod plan;

@@ -1,0 +1,1 @@
+//! Exponential back-off with jitter.

@@ -1,0 +1,1 @@
+//! The difference between two ordered maps, adds and updates before deletes.

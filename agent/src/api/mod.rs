@@ -1,0 +1,6 @@
+//! HTTP/JSON over the unix socket of the agent.
+//!
+//! [`types`] is the contract; [`client`] is blocking and has no async runtime, because the CNI plugin must start in
+//! about a millisecond.
+pub mod client;
+pub mod types;

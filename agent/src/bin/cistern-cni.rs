@@ -1,0 +1,2 @@
+//! The CNI plugin of Cistern.
+fn main() {}

@@ -1,0 +1,149 @@
+//! Tables: what is remembered between observing and deciding.
+//!
+//! A table is a snapshot behind a `watch` channel: readers see the latest rows and never queue. Each table has one
+//! writer. Rows live in a `BTreeMap`, so that plans made from them are deterministic.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use tokio::sync::watch;
+
+/// The rows of a table at one moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Snapshot<K: Ord, V> {
+    /// Grows by one at each change of rows or of `synced`.
+    pub revision: u64,
+    /// False until the source of this table has been read whole once. Nothing is deleted on the word of a table
+    /// that has not synced.
+    pub synced: bool,
+    /// The rows.
+    pub rows: BTreeMap<K, V>,
+}
+
+impl<K: Ord, V> Default for Snapshot<K, V> {
+    fn default() -> Self {
+        Self { revision: 0, synced: false, rows: BTreeMap::new() }
+    }
+}
+
+/// The writing end of a table.
+#[derive(Debug)]
+pub struct Table<K: Ord, V> {
+    name: &'static str,
+    sender: watch::Sender<Arc<Snapshot<K, V>>>,
+}
+
+impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
+    /// An empty table that has not synced.
+    #[must_use]
+    pub fn new(name: &'static str) -> Self {
+        Self { name, sender: watch::Sender::new(Arc::default()) }
+    }
+
+    /// The name, as printed and logged.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Replaces the rows and marks the table synced. Readers wake only when something changed. Returns whether it did.
+    pub fn publish(&self, rows: BTreeMap<K, V>) -> bool {
+        self.sender.send_if_modified(|current| {
+            if current.synced && current.rows == rows {
+                return false;
+            }
+            *current = Arc::new(Snapshot { revision: current.revision + 1, synced: true, rows });
+            true
+        })
+    }
+
+    /// Changes rows in place (copied first when a reader still holds them). Returns whether anything changed.
+    pub fn modify(&self, change: impl FnOnce(&mut BTreeMap<K, V>)) -> bool {
+        self.sender.send_if_modified(|current| {
+            let mut rows = current.rows.clone();
+            change(&mut rows);
+            if rows == current.rows {
+                return false;
+            }
+            *current = Arc::new(Snapshot { revision: current.revision + 1, synced: current.synced, rows });
+            true
+        })
+    }
+
+    /// Marks the table synced.
+    pub fn mark_synced(&self) {
+        self.sender.send_if_modified(|current| {
+            if current.synced {
+                return false;
+            }
+            *current = Arc::new(Snapshot { revision: current.revision + 1, synced: true, rows: current.rows.clone() });
+            true
+        });
+    }
+
+    /// A reading end.
+    #[must_use]
+    pub fn reader(&self) -> Reader<K, V> {
+        Reader { name: self.name, receiver: self.sender.subscribe() }
+    }
+
+    /// The rows now.
+    #[must_use]
+    pub fn snapshot(&self) -> Arc<Snapshot<K, V>> {
+        Arc::clone(&self.sender.borrow())
+    }
+}
+
+/// A reading end of a table.
+#[derive(Debug)]
+pub struct Reader<K: Ord, V> {
+    name: &'static str,
+    receiver: watch::Receiver<Arc<Snapshot<K, V>>>,
+}
+
+impl<K: Ord, V> Clone for Reader<K, V> {
+    fn clone(&self) -> Self {
+        Self { name: self.name, receiver: self.receiver.clone() }
+    }
+}
+
+impl<K: Ord, V> Reader<K, V> {
+    /// The name of the table.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// The rows now, marked as seen.
+    pub fn snapshot(&mut self) -> Arc<Snapshot<K, V>> {
+        Arc::clone(&self.receiver.borrow_and_update())
+    }
+
+    /// The rows now, without marking them as seen.
+    #[must_use]
+    pub fn peek(&self) -> Arc<Snapshot<K, V>> {
+        Arc::clone(&self.receiver.borrow())
+    }
+
+    /// Waits for rows that were not seen yet. When the writer has gone nothing will change any more, and this
+    /// waits for ever: the supervisor ends the process when a writer ends.
+    pub async fn changed(&mut self) {
+        if self.receiver.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Waits until the table has synced.
+    pub async fn synced(&mut self) -> Arc<Snapshot<K, V>>
+    where
+        K: Clone,
+        V: Clone,
+    {
+        loop {
+            let snapshot = self.snapshot();
+            if snapshot.synced {
+                return snapshot;
+            }
+            self.changed().await;
+        }
+    }
+}
