@@ -1,4 +1,6 @@
 //! Which packets leave under the node's address, and which keep the pod's.
+#[cfg(any(test, feature = "cases"))]
+pub mod cases;
 pub mod decide;
 pub mod excluded;
 pub mod expire;
