@@ -2,13 +2,15 @@
 
 pub mod api;
 pub mod app;
-pub mod cli;
+//pub mod cli;
+pub mod clock;
 pub mod cni;
 pub mod controllers;
 pub mod datapath;
+pub mod files;
 pub mod kubernetes;
 pub mod netlink;
-pub mod reconciler;
+//pub mod reconciler;
 pub mod state;
 pub mod tables;
 pub mod telemetry;
