@@ -16,15 +16,14 @@ pub async fn apply(client: &Client, leadership: &Leadership) -> Result<(), Kuber
         let name = wanted.name_any();
         let existing = write("get", KIND, &name, api.get_opt(&name)).await?;
         if let Some(existing) = existing {
-            let (theirs, ours) = (cistern_crds::schema_version(&existing), cistern_crds::schema_version(&wanted));
-            if theirs > ours {
-                tracing::info!(crd = name, ?theirs, ?ours, "a newer CRD is installed and left alone");
+            if cistern_crds::is_newer(&existing) {
+                let version = cistern_crds::schema_version(&existing);
+                tracing::info!(crd = name, version, "a newer CRD is installed and left alone");
                 continue;
             }
         }
-        leadership.check("apply", KIND, &name)?;
         let params = PatchParams::apply(OPERATOR).force();
-        write("apply", KIND, &name, api.patch(&name, &params, &Patch::Apply(&wanted))).await?;
+        leadership.write("apply", KIND, &name, api.patch(&name, &params, &Patch::Apply(&wanted))).await?;
         established(&api, &name).await?;
     }
     Ok(())

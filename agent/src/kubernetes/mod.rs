@@ -2,17 +2,19 @@
 //!
 //! API structs stop at [`views`]; everything behind it works on the rows of [`crate::tables::rows`].
 
-//pub mod cilium_node;
+pub mod cilium_node;
 pub mod client;
-//pub mod crd;
-//pub mod lease;
-//pub mod quarantine;
-//pub mod views;
+pub mod crd;
+pub mod lease;
+pub mod quarantine;
+pub mod views;
 pub mod watch;
 
 use cistern_core::reconcile::{Classify, ErrorClass};
 use std::future::Future;
 use std::time::Duration;
+use tokio::sync::watch as channel;
+use tokio::time::Instant;
 
 /// How long a write may take. Shorter than what is left of a leader's Lease when it renews, so that no write of a
 /// former leader arrives after a new one has begun (`ipam` decision 14).
@@ -121,38 +123,58 @@ impl Classify for KubernetesError {
     }
 }
 
-/// Runs one write under [`WRITE_TIMEOUT`] and says what it was when it fails.
+/// Runs one call under [`WRITE_TIMEOUT`] and says what it was when it fails.
 pub(crate) async fn write<T>(
     verb: &'static str,
     kind: &'static str,
     name: &str,
     call: impl Future<Output = Result<T, kube::Error>> + Send,
 ) -> Result<T, KubernetesError> {
-    match tokio::time::timeout(WRITE_TIMEOUT, call).await {
+    within(WRITE_TIMEOUT, verb, kind, name, call).await
+}
+
+async fn within<T>(
+    timeout: Duration,
+    verb: &'static str,
+    kind: &'static str,
+    name: &str,
+    call: impl Future<Output = Result<T, kube::Error>> + Send,
+) -> Result<T, KubernetesError> {
+    match tokio::time::timeout(timeout, call).await {
         Ok(Ok(value)) => Ok(value),
-        Ok(Err(source)) => {
-            Err(KubernetesError::Call { verb, kind, name: name.to_owned(), source: Box::new(source) })
-        }
-        Err(_) => Err(KubernetesError::Timeout { verb, kind, name: name.to_owned(), timeout: WRITE_TIMEOUT }),
+        Ok(Err(source)) => Err(KubernetesError::Call { verb, kind, name: name.to_owned(), source: Box::new(source) }),
+        Err(_) => Err(KubernetesError::Timeout { verb, kind, name: name.to_owned(), timeout }),
     }
 }
 
-/// Whether this process may write as leader now; checked again at every write.
+/// Until when this process may write as leader; checked again at every write.
 #[derive(Debug, Clone)]
-pub struct Leadership(tokio::sync::watch::Receiver<bool>);
+pub struct Leadership(channel::Receiver<Option<Instant>>);
 
 impl Leadership {
-    /// Follows a leader election.
+    /// Follows a leader election: the moment at which every write must have ended, none while another leads.
     #[must_use]
-    pub fn new(receiver: tokio::sync::watch::Receiver<bool>) -> Self {
+    pub fn new(receiver: channel::Receiver<Option<Instant>>) -> Self {
         Self(receiver)
     }
 
-    /// Fails unless this process leads.
-    ///
-    /// # Errors
-    /// [`KubernetesError::NotLeader`] with what would have been written.
-    pub fn check(&self, verb: &'static str, kind: &'static str, name: &str) -> Result<(), KubernetesError> {
-        if *self.0.borrow() { Ok(()) } else { Err(KubernetesError::NotLeader { verb, kind, name: name.to_owned() }) }
+    /// Whether this process leads now.
+    #[must_use]
+    pub fn leads(&self) -> bool {
+        self.0.borrow().is_some_and(|until| until > Instant::now())
+    }
+
+    /// Runs one write if this process leads, and ends it before another process can.
+    pub(crate) async fn write<T>(
+        &self,
+        verb: &'static str,
+        kind: &'static str,
+        name: &str,
+        call: impl Future<Output = Result<T, kube::Error>> + Send,
+    ) -> Result<T, KubernetesError> {
+        let now = Instant::now();
+        let budget = self.0.borrow().and_then(|until| until.checked_duration_since(now)).filter(|left| !left.is_zero());
+        let Some(budget) = budget else { return Err(KubernetesError::NotLeader { verb, kind, name: name.to_owned() }) };
+        within(budget.min(WRITE_TIMEOUT), verb, kind, name, call).await
     }
 }
