@@ -10,7 +10,7 @@ pub mod datapath;
 pub mod files;
 pub mod kubernetes;
 pub mod netlink;
-//pub mod reconciler;
+pub mod reconciler;
 pub mod state;
 pub mod tables;
 pub mod telemetry;

@@ -2,7 +2,6 @@
 
 use crate::tables::rows::{NetworkRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
-use cistern_core::settings::IpamMode;
 use ipnet::Ipv4Net;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,7 +23,7 @@ pub const WAIT: &str = "pod CIDR";
 /// Runs until dropped.
 pub async fn run(
     node: String,
-    mode: IpamMode,
+    mode: &'static str,
     mut peers: Reader<String, PeerRow>,
     mut network: Reader<(), NetworkRow>,
     pool: Arc<Table<(), PoolRow>>,
@@ -52,7 +51,7 @@ pub async fn run(
     }
 }
 
-fn waiting_for(mode: IpamMode, node: &str) -> String {
+fn waiting_for(mode: &str, node: &str) -> String {
     format!(
         "required IPv4 PodCIDR not available: CiliumNode {node:?} has no IPv4 prefix in spec.ipam.podCIDRs yet; in mode \
          {mode} the operator writes it (see status.ipam.operator-status.error of the object, and whether an operator leads)"

@@ -7,7 +7,7 @@ use cistern_core::lease::evaluate::{Action, Observation, Record, Timings, evalua
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::api::PostParams;
-use kube::{Api, Client, ResourceExt};
+use kube::{Api, Client};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -224,7 +224,7 @@ impl Candidate {
             spec.renew_time = Some(MicroTime(self.clock.now()));
         }
         let params = PostParams::default();
-        let call = self.api.replace(&lease.name_any(), &params, &lease);
+        let call = self.api.replace(LEASE_NAME, &params, &lease);
         match write("release", KIND, LEASE_NAME, call).await {
             Ok(_) => tracing::info!(identity = self.election.identity, "lease released"),
             Err(error) => tracing::warn!(%error, "lease not released; it ends by itself"),

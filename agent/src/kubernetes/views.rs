@@ -31,7 +31,7 @@ pub fn cilium_node(object: &CiliumNode) -> Result<CiliumNodeRow, ViewError> {
         uid,
         resource_version: object.resource_version().unwrap_or_default(),
         created: object.creation_timestamp().map(|time| time.0),
-        deleting: object.meta().deletion_timestamp.is_some(),
+        deleting: object.metadata.deletion_timestamp.is_some(),
         owner: owner.map(|owner| (owner.name.clone(), owner.uid.clone())),
         addresses: read_addresses(spec.addresses.iter().map(|address| (&address.kind, &address.ip))),
         pod_cidrs: spec.ipam.pod_cidrs.clone(),

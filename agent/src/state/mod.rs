@@ -4,9 +4,9 @@
 //! `kill -9` leaves is whole, and what a power cut loses had no network namespace any more. A file that cannot be read is
 //! set aside under another name and reported; it is never overwritten.
 
-//mod leases;
+mod leases;
 
-//pub use leases::LeaseFiles;
+pub use leases::LeaseFiles;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
