@@ -1466,3 +1466,6 @@ impl Leases {
 fn known_pool(pool: &str) -> Result<(), OwnerError> {
     if pool == DEFAULT_POOL { Ok(()) } else { Err(OwnerError::UnknownPool { pool: pool.to_owned() }) }
 }
+
+#[cfg(test)]
+mod tests;

@@ -71,7 +71,7 @@ impl<K: Ord + Clone> Retries<K> {
             ErrorClass::Transient | ErrorClass::Throttled { retry_after: None } => Retry::At(now.saturating_add(delay)),
             // On top of what was asked for, some spread: others were told the same moment.
             ErrorClass::Throttled { retry_after: Some(silence) } => {
-                Retry::At(now.saturating_add(silence).saturating_add(spread(self.backoff.base, draw)).max(now + delay))
+                Retry::At(now.saturating_add(silence).saturating_add(spread(self.backoff.base, draw)).max(now.saturating_add(delay)))
             }
             ErrorClass::Permanent => Retry::FullPass,
         };
