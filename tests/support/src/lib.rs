@@ -1,1 +1,5 @@
-//! placeholder
+//! Support for tests and for the demo: what stands in for the outside world.
+//!
+//! * [`apiserver`]: a small Kubernetes API server, in process or over HTTP.
+
+pub mod apiserver;
