@@ -1,1 +1,4 @@
-//! app
+//! Wiring: the command line, the settings, the two roles.
+
+pub mod operator_role;
+pub mod supervisor;

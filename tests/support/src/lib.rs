@@ -1,5 +1,7 @@
-//! Support for tests and for the demo: what stands in for the outside world.
+//! What the tests, the demo and the benchmarks share: what stands in for the outside world.
 //!
 //! * [`apiserver`]: a small Kubernetes API server, in process or over HTTP.
+//! * [`probe`]: both ends of the traffic that tests and demo look at.
 
 pub mod apiserver;
+pub mod probe;
