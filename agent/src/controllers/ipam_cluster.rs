@@ -83,12 +83,14 @@ pub async fn run<R: BlockRecords>(
                     .iter()
                     .map(|(name, row)| {
                         let planned = nodes.get(name);
-                        let pod_cidrs = planned
-                            .and_then(|node| node.pod_cidrs.as_ref())
-                            .map_or_else(|| row.pod_cidrs.clone(), |nets| nets.iter().map(ToString::to_string).collect());
-                        let error = planned
-                            .and_then(|node| node.error.clone())
-                            .map_or_else(|| row.operator_error.clone(), |error| Some(error).filter(|error| !error.is_empty()));
+                        let pod_cidrs = planned.and_then(|node| node.pod_cidrs.as_ref()).map_or_else(
+                            || row.pod_cidrs.clone(),
+                            |nets| nets.iter().map(ToString::to_string).collect(),
+                        );
+                        let error = planned.and_then(|node| node.error.clone()).map_or_else(
+                            || row.operator_error.clone(),
+                            |error| Some(error).filter(|error| !error.is_empty()),
+                        );
                         (name.clone(), CiliumNodeIpam { uid: row.uid.clone(), pod_cidrs, error })
                     })
                     .collect::<BTreeMap<_, _>>(),

@@ -44,7 +44,10 @@ pub async fn run(
 
 /// Objects that name an owner, while no Node has their name. One that never had an owner was made by somebody for a
 /// purpose of theirs and stays.
-fn orphans(nodes: &BTreeMap<String, NodeRow>, cilium_nodes: &BTreeMap<String, CiliumNodeRow>) -> BTreeMap<String, String> {
+fn orphans(
+    nodes: &BTreeMap<String, NodeRow>,
+    cilium_nodes: &BTreeMap<String, CiliumNodeRow>,
+) -> BTreeMap<String, String> {
     cilium_nodes
         .iter()
         .filter(|(name, row)| row.owner.is_some() && !row.deleting && !nodes.contains_key(*name))
