@@ -9,28 +9,24 @@ use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Something that makes files.
+/// A program of ours that makes text.
 struct Generator {
-    /// Arguments of `cargo run --quiet` that print the content.
+    /// Arguments of `cargo run --quiet`.
     program: &'static [&'static str],
-    /// The file that the content goes to.
-    file: &'static str,
-    /// What of the file is generated.
-    part: Part,
+    output: Output,
 }
 
-/// How much of a file is generated.
-enum Part {
-    /// Everything.
-    Whole,
-    /// What stands between `<!-- generated: NAME -->` and `<!-- /generated -->`.
-    Region(&'static str),
+/// Where a generator's text goes.
+enum Output {
+    /// It takes a folder as its last argument and writes files there; they belong into this folder.
+    Folder(&'static str),
+    /// It prints what stands in `file` between `<!-- generated: NAME -->` and `<!-- /generated -->`.
+    Region { file: &'static str, name: &'static str },
 }
 
 const GENERATORS: [Generator; 1] = [Generator {
-    program: &["--package", "cistern-crds", "--example", "gen"],
-    file: "crds/ciliumnodes.yaml",
-    part: Part::Whole,
+    program: &["--package", "cistern-crds", "--example", "gen", "--"],
+    output: Output::Folder("crds"),
 }];
 
 /// Writes every generated file that is not up to date.
@@ -67,20 +63,40 @@ fn fresh(workspace: &Workspace) -> Result<BTreeMap<PathBuf, String>> {
     for generator in &GENERATORS {
         let mut command = workspace.cargo();
         command.args(["run", "--quiet", "--locked"]).args(generator.program);
-        let made = process::output(&mut command)?;
-        let file = Path::new(generator.file);
-        let content = match generator.part {
-            Part::Whole => made,
-            Part::Region(name) => {
-                let current = match files.get(file) {
-                    Some(current) => current.clone(),
-                    None => std::fs::read_to_string(workspace.root().join(file))
-                        .with_context(|| format!("reading {}", file.display()))?,
-                };
-                replace_region(&current, name, &made).with_context(|| file.display().to_string())?
+        match generator.output {
+            Output::Folder(folder) => {
+                let empty = workspace.metadata()?.target_directory.join("generated").join(folder);
+                if empty.exists() {
+                    std::fs::remove_dir_all(&empty).with_context(|| format!("emptying {}", empty.display()))?;
+                }
+                std::fs::create_dir_all(&empty).with_context(|| format!("making {}", empty.display()))?;
+                process::output(command.arg(&empty))?;
+                let made = read_folder(&empty)?;
+                if made.is_empty() {
+                    bail!("`{}` wrote no file", process::shown(&command));
+                }
+                files.extend(made.into_iter().map(|(name, text)| (Path::new(folder).join(name), text)));
             }
-        };
-        files.insert(file.to_owned(), content);
+            Output::Region { file, name } => {
+                let made = process::output(&mut command)?;
+                let current = match files.remove(Path::new(file)) {
+                    Some(current) => current,
+                    None => std::fs::read_to_string(workspace.root().join(file)).with_context(|| format!("reading {file}"))?,
+                };
+                files.insert(file.into(), replace_region(&current, name, &made).with_context(|| file.to_owned())?);
+            }
+        }
+    }
+    Ok(files)
+}
+
+/// Name and text of each file in `folder`.
+fn read_folder(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| format!("listing {}", folder.display()))? {
+        let path = entry?.path();
+        let text = std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+        files.extend(path.file_name().map(|name| (PathBuf::from(name), text)));
     }
     Ok(files)
 }
