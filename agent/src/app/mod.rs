@@ -1,1 +1,3 @@
-//! app
+//! Wiring.
+
+pub mod supervisor;

@@ -1,1 +1,3 @@
-//! placeholder
+//! What the tests, the demo and the benchmarks share.
+
+pub mod probe;
