@@ -24,10 +24,8 @@ enum Output {
     Region { file: &'static str, name: &'static str },
 }
 
-const GENERATORS: [Generator; 1] = [Generator {
-    program: &["--package", "cistern-crds", "--example", "gen", "--"],
-    output: Output::Folder("crds"),
-}];
+const GENERATORS: [Generator; 1] =
+    [Generator { program: &["--package", "cistern-crds", "--example", "gen", "--"], output: Output::Folder("crds") }];
 
 /// Writes every generated file that is not up to date.
 pub(crate) fn write(workspace: &Workspace) -> Result<()> {
@@ -81,7 +79,8 @@ fn fresh(workspace: &Workspace) -> Result<BTreeMap<PathBuf, String>> {
                 let made = process::output(&mut command)?;
                 let current = match files.remove(Path::new(file)) {
                     Some(current) => current,
-                    None => std::fs::read_to_string(workspace.root().join(file)).with_context(|| format!("reading {file}"))?,
+                    None => std::fs::read_to_string(workspace.root().join(file))
+                        .with_context(|| format!("reading {file}"))?,
                 };
                 files.insert(file.into(), replace_region(&current, name, &made).with_context(|| file.to_owned())?);
             }

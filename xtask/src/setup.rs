@@ -21,9 +21,8 @@ struct Program {
     used_by: &'static str,
 }
 
-const PROGRAMS: [Program; 9] = [
-    Program { name: "cc", package: "gcc", used_by: "the build" },
-    Program { name: "/usr/include/stdlib.h", package: "libc6-dev", used_by: "the build" },
+/// A C compiler is not among them: without one, this program could not have been built.
+const PROGRAMS: [Program; 7] = [
     Program { name: "git", package: "git", used_by: "check" },
     Program { name: "ip", package: "iproute2", used_by: "namespace tests, demo" },
     Program { name: "ping", package: "iputils-ping", used_by: "demo" },
@@ -40,7 +39,7 @@ const LINKER_LLVM: [u32; 3] = [22, 21, 23];
 /// The LLVM of the Rust release that the workspace asks for: an older linker could not read a nightly's output.
 const OLDEST_LLVM: u32 = 22;
 /// What `cargo install bpf-linker` needs next to LLVM itself.
-const LINKER_LIBRARIES: [&str; 5] = ["g++", "zlib1g-dev", "libzstd-dev", "libxml2-dev", "ca-certificates"];
+const LINKER_LIBRARIES: [&str; 4] = ["g++", "zlib1g-dev", "libzstd-dev", "libxml2-dev"];
 /// The toolchain of Debian that carries a compiled `core` for the kernel's target.
 const COMPILED_TOOLCHAIN: [&str; 2] = ["rustc-web", "libstd-rust-web-dev-bpf"];
 
@@ -193,7 +192,7 @@ fn install_linker(workspace: &Workspace, packages: &mut Packages) -> Result<()> 
     eprintln!("setup: bpf-linker {LINKER_VERSION} on LLVM {OLDEST_LLVM} or newer is wanted; {found}");
     let by_hand = |llvm: u32| {
         format!(
-            "PATH=/usr/lib/llvm-{llvm}/bin:$PATH cargo install bpf-linker --locked --version {LINKER_VERSION} \
+            "PATH=/usr/lib/llvm-{llvm}/bin:$PATH cargo install bpf-linker --locked --version ^{LINKER_VERSION} \
              --no-default-features --features llvm-{llvm}"
         )
     };
@@ -220,7 +219,7 @@ fn install_linker(workspace: &Workspace, packages: &mut Packages) -> Result<()> 
     wanted.extend([llvm_dev.as_str(), polly_dev.as_str()]);
     packages.install(&wanted)?;
     let mut install = process::with_own_compiler("cargo", workspace.root());
-    install.args(["install", "bpf-linker", "--locked", "--force", "--version", LINKER_VERSION]);
+    install.args(["install", "bpf-linker", "--locked", "--force", "--version", &format!("^{LINKER_VERSION}")]);
     install.args(["--no-default-features", "--features", &format!("llvm-{llvm}")]);
     install.env("PATH", path_with(format!("/usr/lib/llvm-{llvm}/bin")));
     process::run(&mut install)

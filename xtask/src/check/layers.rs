@@ -16,10 +16,10 @@ struct Layer {
     may_name: &'static [&'static str],
 }
 
-/// Everybody may count, log and tell the version.
-const EVERYBODY_MAY_NAME: [&str; 1] = ["telemetry"];
+/// Everybody may tell the time, count, log and tell the version.
+const EVERYBODY_MAY_NAME: [&str; 2] = ["clock", "telemetry"];
 
-const LAYERS: [Layer; 15] = [
+const LAYERS: [Layer; 17] = [
     Layer { name: "main", may_name: &["app"] },
     // Starts in about a millisecond, so it goes around `app` and its runtime.
     Layer { name: "bin", may_name: &["cni"] },
@@ -32,6 +32,7 @@ const LAYERS: [Layer; 15] = [
             "cni",
             "controllers",
             "datapath",
+            "files",
             "kubernetes",
             "netlink",
             "reconciler",
@@ -42,10 +43,12 @@ const LAYERS: [Layer; 15] = [
     Layer { name: "controllers", may_name: &["reconciler", "tables"] },
     Layer { name: "reconciler", may_name: &["tables"] },
     Layer { name: "tables", may_name: &[] },
+    Layer { name: "clock", may_name: &[] },
     Layer { name: "telemetry", may_name: &[] },
     Layer { name: "api", may_name: &["reconciler", "tables"] },
     Layer { name: "azure", may_name: &["reconciler", "tables"] },
     Layer { name: "datapath", may_name: &["reconciler", "tables"] },
+    Layer { name: "files", may_name: &["reconciler", "tables"] },
     Layer { name: "kubernetes", may_name: &["reconciler", "tables"] },
     Layer { name: "netlink", may_name: &["reconciler", "tables"] },
     Layer { name: "state", may_name: &["reconciler", "tables"] },
