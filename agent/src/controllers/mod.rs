@@ -2,7 +2,9 @@
 //! No I/O.
 
 pub mod endpoint;
+pub mod ipam_cluster;
 pub mod ipam_node;
 pub mod node;
+pub mod orphans;
 pub mod peers;
 pub mod routes;

@@ -44,10 +44,7 @@ fn addresses(addresses: &[NodeAddress]) -> Value {
 }
 
 fn owner_references(owner: Option<&(String, String)>) -> Value {
-    owner
-        .map(|(name, uid)| json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid}))
-        .into_iter()
-        .collect()
+    owner.map(|(name, uid)| json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid})).into_iter().collect()
 }
 
 impl Operations for OwnNode {
@@ -156,12 +153,12 @@ impl Operations for PodCidrs {
     async fn update(&mut self, name: &String, value: &CiliumNodeIpam) -> Result<(), KubernetesError> {
         let snapshot = self.seen.synced().await;
         // Deleted since it was planned: nothing to write (`ipam` 2.2.9).
-        let Some(row) = snapshot.rows.get(name) else { return Ok(()) };
-        if let Some(pod_cidrs) = value.pod_cidrs.as_ref().filter(|pod_cidrs| **pod_cidrs != row.pod_cidrs) {
+        let Some(row) = snapshot.rows.get(name).filter(|row| row.uid == value.uid) else { return Ok(()) };
+        if value.pod_cidrs != row.pod_cidrs {
             // The precondition is what the plan was made from: nobody else gave this node a block since.
             let patch = json!({
                 "metadata": {"resourceVersion": row.resource_version},
-                "spec": {"ipam": {"podCIDRs": pod_cidrs}},
+                "spec": {"ipam": {"podCIDRs": value.pod_cidrs}},
             });
             match self.patch(name, &patch, false).await {
                 Ok(_) => {}
@@ -191,14 +188,19 @@ impl Operations for PodCidrs {
 
     async fn observe(&mut self) -> Result<BTreeMap<String, CiliumNodeIpam>, KubernetesError> {
         let snapshot = self.seen.synced().await;
-        self.written
-            .retain(|name, written| snapshot.rows.get(name).is_some_and(|row| row.resource_version == written.replaced));
+        self.written.retain(|name, written| {
+            snapshot.rows.get(name).is_some_and(|row| row.resource_version == written.replaced)
+        });
         Ok(snapshot
             .rows
             .iter()
             .map(|(name, row)| {
                 let value = self.written.get(name).map_or_else(
-                    || CiliumNodeIpam { pod_cidrs: Some(row.pod_cidrs.clone()), error: row.operator_error.clone() },
+                    || CiliumNodeIpam {
+                        uid: row.uid.clone(),
+                        pod_cidrs: row.pod_cidrs.clone(),
+                        error: row.operator_error.clone(),
+                    },
                     |written| written.value.clone(),
                 );
                 (name.clone(), value)

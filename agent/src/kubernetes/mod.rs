@@ -6,7 +6,7 @@ pub mod cilium_node;
 pub mod client;
 pub mod crd;
 pub mod lease;
-//pub mod quarantine;
+pub mod records;
 pub mod views;
 pub mod watch;
 

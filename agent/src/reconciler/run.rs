@@ -85,7 +85,8 @@ pub async fn run<O: Operations>(
                     full_pass_due = Some(Instant::now() + delay);
                 }
             }
-        } else {
+        } else if this.status.complete {
+            // Before the target has been read once, a change would be applied blindly.
             this.apply(&rows.rows, &cancel).await;
         }
         this.publish();
@@ -135,7 +136,9 @@ impl<O: Operations> Loop<O> {
             }
         }
         // A permanent error gets its next chance here.
-        self.retries.retain(|_, retry| retry.at.is_some());
+        for retry in self.retries.values_mut() {
+            retry.at.get_or_insert_with(Instant::now);
+        }
         self.apply(desired, cancel).await;
         self.status.complete = true;
         Ok(())
@@ -222,9 +225,7 @@ impl<O: Operations> Loop<O> {
         let at = delay.map(|delay| Instant::now() + delay);
         self.retries.insert(key.clone(), Retry { attempts, at, tried: tried.cloned() });
         let next_try = delay.and_then(|delay| self.clock.now().checked_add(delay).ok());
-        self.status
-            .failing
-            .insert(format!("{key:?}"), RowStatus { error: error.to_string(), attempts, next_try });
+        self.status.failing.insert(format!("{key:?}"), RowStatus { error: error.to_string(), attempts, next_try });
     }
 
     fn delay(&self, attempts: u32) -> Duration {
@@ -238,5 +239,238 @@ impl<O: Operations> Loop<O> {
         self.published.modify(|rows| {
             rows.insert(name, status);
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    #[derive(Debug, Clone, thiserror::Error)]
+    #[error("target says {0:?}")]
+    struct Refused(ErrorClass);
+
+    impl Classify for Refused {
+        fn class(&self) -> ErrorClass {
+            self.0
+        }
+    }
+
+    #[derive(Debug, Default)]
+    struct State {
+        held: BTreeMap<u32, String>,
+        /// Every call, in order.
+        calls: Vec<String>,
+        /// Answers of the next calls on a key.
+        refuse: BTreeMap<u32, Vec<ErrorClass>>,
+        /// Answers of the next readings.
+        refuse_reading: Vec<ErrorClass>,
+    }
+
+    #[derive(Clone, Default)]
+    struct Memory(Arc<Mutex<State>>, Arc<tokio::sync::Notify>);
+
+    impl Memory {
+        fn state(&self) -> std::sync::MutexGuard<'_, State> {
+            self.0.lock().unwrap()
+        }
+
+        fn call(&self, call: String, key: u32) -> Result<(), Refused> {
+            let mut state = self.state();
+            state.calls.push(call);
+            match state.refuse.get_mut(&key).and_then(Vec::pop) {
+                Some(class) => Err(Refused(class)),
+                None => Ok(()),
+            }
+        }
+    }
+
+    impl Operations for Memory {
+        type Key = u32;
+        type Value = String;
+        type Error = Refused;
+
+        async fn update(&mut self, key: &u32, value: &String) -> Result<(), Refused> {
+            self.call(format!("set {key}={value}"), *key)?;
+            self.state().held.insert(*key, value.clone());
+            Ok(())
+        }
+
+        async fn delete(&mut self, key: &u32) -> Result<(), Refused> {
+            self.call(format!("del {key}"), *key)?;
+            self.state().held.remove(key);
+            Ok(())
+        }
+
+        async fn observe(&mut self) -> Result<BTreeMap<u32, String>, Refused> {
+            let mut state = self.state();
+            match state.refuse_reading.pop() {
+                Some(class) => Err(Refused(class)),
+                None => Ok(state.held.clone()),
+            }
+        }
+
+        async fn changed(&mut self) {
+            self.1.notified().await;
+        }
+    }
+
+    struct Rig {
+        target: Memory,
+        table: Table<u32, String>,
+        status: Arc<Table<String, TargetStatus>>,
+        cancel: CancellationToken,
+    }
+
+    impl Rig {
+        fn start(target: Memory) -> Self {
+            let (table, status) = (Table::new("desired"), Arc::new(Table::new("targets")));
+            let options = Options {
+                name: "memory",
+                full_pass: Duration::from_secs(300),
+                backoff: Backoff { base: Duration::from_secs(1), max: Duration::from_secs(30) },
+                prune: true,
+            };
+            let cancel = CancellationToken::new();
+            tokio::spawn(run(
+                target.clone(),
+                options,
+                table.reader(),
+                Arc::clone(&status),
+                Clock::system(),
+                cancel.clone(),
+            ));
+            Self { target, table, status, cancel }
+        }
+
+        fn publish(&self, rows: &[(u32, &str)]) {
+            self.table.publish(rows.iter().map(|(key, value)| (*key, (*value).to_owned())).collect());
+        }
+
+        fn calls(&self) -> Vec<String> {
+            std::mem::take(&mut self.target.state().calls)
+        }
+
+        fn status(&self) -> TargetStatus {
+            self.status.snapshot().rows["memory"].clone()
+        }
+    }
+
+    async fn seconds(seconds: u64) {
+        tokio::time::sleep(Duration::from_secs(seconds)).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nothing_is_touched_before_the_table_has_synced() {
+        let target = Memory::default();
+        target.state().held.insert(7, "old".into());
+        let rig = Rig::start(target);
+        seconds(1000).await;
+        assert!(rig.calls().is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_first_pass_adds_before_it_deletes_and_leaves_what_is_right() {
+        let target = Memory::default();
+        target.state().held = BTreeMap::from([(1, "a".into()), (2, "old".into()), (3, "surplus".into())]);
+        let rig = Rig::start(target);
+        rig.publish(&[(1, "a"), (2, "b"), (9, "new")]);
+        seconds(1).await;
+        assert_eq!(rig.calls(), ["set 2=b", "set 9=new", "del 3"]);
+        rig.publish(&[(1, "a"), (9, "newer")]);
+        seconds(1).await;
+        assert_eq!(rig.calls(), ["set 9=newer", "del 2"]);
+        assert_eq!(rig.status(), TargetStatus { complete: true, done: 2, failing: BTreeMap::new() });
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_transient_error_is_tried_again_by_itself_and_others_are_not_held_up() {
+        let rig = Rig::start(Memory::default());
+        rig.target.state().refuse.insert(1, vec![ErrorClass::Transient; 3]);
+        rig.publish(&[(1, "a"), (2, "b")]);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert_eq!(rig.calls(), ["set 1=a", "set 2=b"]);
+        assert_eq!(rig.status().failing["1"].attempts, 1);
+        assert!(rig.status().failing["1"].next_try.is_some());
+        seconds(60).await;
+        assert_eq!(rig.calls(), ["set 1=a"; 3]);
+        assert!(rig.status().failing.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_permanent_error_waits_for_the_full_pass_or_for_another_value() {
+        let rig = Rig::start(Memory::default());
+        rig.target.state().refuse.insert(1, vec![ErrorClass::Permanent; 2]);
+        rig.publish(&[(1, "a")]);
+        seconds(200).await;
+        assert_eq!(rig.calls(), ["set 1=a"]);
+        assert_eq!(rig.status().failing["1"].next_try, None);
+        // Something else changes: still not tried. Another value: tried at once.
+        rig.publish(&[(1, "a"), (2, "b")]);
+        seconds(1).await;
+        assert_eq!(rig.calls(), ["set 2=b"]);
+        rig.publish(&[(1, "other"), (2, "b")]);
+        seconds(1).await;
+        assert_eq!(rig.calls(), ["set 1=other"]);
+        seconds(300).await;
+        assert_eq!(rig.calls(), ["set 1=other"]);
+        assert!(rig.status().failing.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn throttling_is_obeyed() {
+        let rig = Rig::start(Memory::default());
+        let told = ErrorClass::Throttled { retry_after: Some(Duration::from_secs(17)) };
+        rig.target.state().refuse.insert(1, vec![told]);
+        rig.publish(&[(1, "a")]);
+        seconds(16).await;
+        assert_eq!(rig.calls(), ["set 1=a"]);
+        seconds(2).await;
+        assert_eq!(rig.calls(), ["set 1=a"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_somebody_else_changes_is_put_right_when_the_target_tells_or_at_the_full_pass() {
+        let rig = Rig::start(Memory::default());
+        rig.publish(&[(1, "a")]);
+        seconds(1).await;
+        rig.calls();
+        rig.target.state().held.clear();
+        rig.target.1.notify_one();
+        seconds(1).await;
+        assert_eq!(rig.calls(), ["set 1=a"]);
+        rig.target.state().held.insert(5, "foreign".into());
+        seconds(301).await;
+        assert_eq!(rig.calls(), ["del 5"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_target_that_cannot_be_read_is_tried_again_and_nothing_is_written_blindly() {
+        let rig = Rig::start(Memory::default());
+        rig.target.state().refuse_reading = vec![ErrorClass::Transient; 2];
+        rig.publish(&[(1, "a")]);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(rig.calls().is_empty());
+        assert!(!rig.status().complete && rig.status().failing.contains_key(""));
+        seconds(60).await;
+        assert_eq!(rig.calls(), ["set 1=a"]);
+        assert!(rig.status().complete && rig.status().failing.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failed_deletion_is_tried_again_unless_the_row_is_wanted_again() {
+        let rig = Rig::start(Memory::default());
+        rig.publish(&[(1, "a"), (2, "b")]);
+        seconds(1).await;
+        rig.calls();
+        rig.target.state().refuse.insert(1, vec![ErrorClass::Transient]);
+        rig.publish(&[(2, "b")]);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert_eq!(rig.calls(), ["del 1"]);
+        seconds(2).await;
+        assert_eq!(rig.calls(), ["del 1"]);
+        assert_eq!(rig.target.state().held.len(), 1);
+        rig.cancel.cancel();
     }
 }

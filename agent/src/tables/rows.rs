@@ -157,8 +157,34 @@ pub enum RouteTarget {
 /// What the operator wants a CiliumNode to say.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct CiliumNodeIpam {
-    /// `spec.ipam.podCIDRs`; none leaves it as it is.
-    pub pod_cidrs: Option<Vec<String>>,
+    /// The object this is meant for; one of the same name that was made since is another one.
+    pub uid: String,
+    /// `spec.ipam.podCIDRs`
+    pub pod_cidrs: Vec<String>,
     /// `status.ipam.operator-status.error`; none clears it.
     pub error: Option<String>,
+}
+
+/// An egress device and why it was chosen.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ChosenDevice {
+    /// Name.
+    pub name: String,
+    /// Address that pods leave under.
+    pub address: Option<std::net::Ipv4Addr>,
+    /// Why this device.
+    pub reason: String,
+}
+
+/// How pod traffic that leaves the cluster is treated, for people.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct MasqueradeRow {
+    /// By index.
+    pub devices: BTreeMap<u32, ChosenDevice>,
+    /// Why this node cannot masquerade; none when it can.
+    pub not_ready: Option<String>,
+    /// Where the ip-masq-agent list comes from.
+    pub ip_masq_source: String,
+    /// Warnings and the error of the last reading of the file.
+    pub problems: Vec<String>,
 }

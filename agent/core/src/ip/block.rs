@@ -180,6 +180,14 @@ pub enum ClaimError<O: fmt::Display + fmt::Debug> {
         /// The pool as configured.
         pool: String,
     },
+    /// The claim is made together with another that it overlaps with.
+    #[error("requested CIDRs {net} and {other} overlap")]
+    Overlapping {
+        /// What was claimed.
+        net: IpNet,
+        /// What was claimed with it.
+        other: IpNet,
+    },
     /// Somebody else holds the block, or a part of it.
     #[error("requested CIDR {net} is already allocated: {held} belongs to {owner}")]
     Held {
@@ -281,19 +289,30 @@ pub struct OverlapError {
 }
 
 impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
-    /// A set that gives blocks from `carvings`, the first in the list first. Claims on exactly one block of a carving
-    /// in `legacy` are honoured too (the pool as it was configured before), but nothing is given from there.
+    /// A set that gives blocks from `carvings`, the first in the list first.
     ///
     /// # Errors
-    /// When two elements of `carvings` overlap; both are named.
-    pub fn new(carvings: Vec<Carving>, legacy: Vec<Carving>) -> Result<Self, OverlapError> {
+    /// When two elements overlap; both are named.
+    pub fn new(carvings: Vec<Carving>) -> Result<Self, OverlapError> {
         for (index, first) in carvings.iter().enumerate() {
             if let Some(second) = carvings.iter().skip(index + 1).find(|other| overlaps(&first.cidr, &other.cidr)) {
                 return Err(OverlapError { first: first.cidr, second: second.cidr });
             }
         }
         let cursors = vec![0; carvings.len()];
-        Ok(Self { carvings, legacy, intervals: BTreeMap::new(), cursors, generation: 0 })
+        Ok(Self { carvings, legacy: Vec::new(), intervals: BTreeMap::new(), cursors, generation: 0 })
+    }
+
+    /// From now on a claim on exactly one block of a carving in `legacy` is honoured too: the pool as it was
+    /// configured before. Nothing is given from there.
+    pub fn honour(&mut self, legacy: Vec<Carving>) {
+        self.legacy = legacy;
+    }
+
+    /// The carvings whose blocks may be claimed, but are not given.
+    #[must_use]
+    pub fn legacy(&self) -> &[Carving] {
+        &self.legacy
     }
 
     /// The CIDRs that blocks are given from, in order.
@@ -308,58 +327,102 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
     /// # Errors
     /// When no block is free; the counts say why.
     pub fn take(&mut self, owner: O, avoid: &[IpNet]) -> Result<Block<O>, Exhausted> {
-        for index in 0..self.carvings.len() {
-            let (Some(carving), Some(cursor)) = (self.carvings.get(index).copied(), self.cursors.get(index).copied())
-            else {
-                continue;
-            };
-            let found = self
-                .first_free(&carving, cursor..carving.blocks(), avoid)
-                .or_else(|| self.first_free(&carving, 0..cursor, avoid));
-            if let Some((position, net)) = found {
-                if let Some(cursor) = self.cursors.get_mut(index) {
-                    *cursor = (position + 1) % carving.blocks();
-                }
-                return Ok(self.hold(net, owner));
-            }
-        }
-        Err(Exhausted(self.counts(avoid)))
-    }
-
-    /// Books a block that `owner` says to have. It must be exactly one aligned block of a configured or a legacy
-    /// carving and overlap with nobody else's. What the same owner freed into quarantine may be claimed back; what it
-    /// holds already stays as it is.
-    ///
-    /// # Errors
-    /// Out of range, not a block, held by another, or in another's quarantine. Nothing changes then.
-    pub fn claim(&mut self, net: IpNet, owner: O) -> Result<Block<O>, ClaimError<O>> {
-        if !self.carvings.iter().chain(&self.legacy).any(|carving| carving.is_block(&net)) {
-            let meets = self.carvings.iter().chain(&self.legacy).any(|carving| overlaps(&carving.cidr, &net));
-            let pool = self.to_string();
-            return Err(if meets { ClaimError::NotABlock { net, pool } } else { ClaimError::OutOfRange { net, pool } });
-        }
-        let mut own_quarantine = None;
-        for (first, interval) in self.overlapping(&net) {
-            let held = interval.net;
-            match &interval.tenure {
-                Tenure::Held { owner: holder, generation } if *holder == owner && held == net => {
-                    return Ok(Block { net, owner, generation: *generation });
-                }
-                Tenure::Held { owner: holder, .. } => {
-                    return Err(ClaimError::Held { net, held, owner: holder.clone() });
-                }
-                Tenure::Quarantined { owner: former, .. } if *former == owner && held == net => {
-                    own_quarantine = Some(first);
-                }
-                Tenure::Quarantined { owner: former, until, .. } => {
-                    return Err(ClaimError::InQuarantine { net, held, owner: former.clone(), until: *until });
-                }
-            }
-        }
-        if let Some(first) = own_quarantine {
-            self.intervals.remove(&first);
+        let (carving, index, net) = self.next(avoid)?;
+        if let (Some(cursor), Some(carving)) = (self.cursors.get_mut(carving), self.carvings.get(carving)) {
+            *cursor = (index + 1) % carving.blocks();
         }
         Ok(self.hold(net, owner))
+    }
+
+    /// The block that [`Self::take`] would give.
+    ///
+    /// # Errors
+    /// As [`Self::take`].
+    pub fn peek(&self, avoid: &[IpNet]) -> Result<IpNet, Exhausted> {
+        self.next(avoid).map(|(_, _, net)| net)
+    }
+
+    /// Position of the carving, index of the block, and the block.
+    fn next(&self, avoid: &[IpNet]) -> Result<(usize, u64, IpNet), Exhausted> {
+        self.carvings
+            .iter()
+            .zip(&self.cursors)
+            .enumerate()
+            .find_map(|(position, (carving, cursor))| {
+                let (index, net) = self
+                    .first_free(carving, *cursor..carving.blocks(), avoid)
+                    .or_else(|| self.first_free(carving, 0..*cursor, avoid))?;
+                Some((position, index, net))
+            })
+            .ok_or_else(|| Exhausted(self.counts(avoid)))
+    }
+
+    /// Books blocks that `owner` says to have, all or none. Each must be exactly one aligned block of a configured or
+    /// a legacy carving and overlap with nobody else's. What the same owner freed into quarantine may be claimed back;
+    /// what it holds already stays as it is.
+    ///
+    /// # Errors
+    /// The first reason against one of them. Nothing changes then.
+    pub fn claim(&mut self, nets: &[IpNet], owner: &O) -> Result<Vec<Block<O>>, ClaimError<O>> {
+        self.check_claim(nets, owner)?;
+        Ok(nets
+            .iter()
+            .map(|net| {
+                let first = net_bounds(net).0;
+                match self.intervals.get(&first).map(|interval| &interval.tenure) {
+                    Some(Tenure::Held { generation, .. }) => {
+                        Block { net: *net, owner: owner.clone(), generation: *generation }
+                    }
+                    _ => self.hold(*net, owner.clone()),
+                }
+            })
+            .collect())
+    }
+
+    /// Whether [`Self::claim`] would succeed.
+    ///
+    /// # Errors
+    /// As [`Self::claim`].
+    pub fn check_claim(&self, nets: &[IpNet], owner: &O) -> Result<(), ClaimError<O>> {
+        for (index, net) in nets.iter().enumerate() {
+            let net = *net;
+            if !self.carvings.iter().chain(&self.legacy).any(|carving| carving.is_block(&net)) {
+                let meets = self.carvings.iter().chain(&self.legacy).any(|carving| overlaps(&carving.cidr, &net));
+                let pool = self.to_string();
+                return Err(if meets {
+                    ClaimError::NotABlock { net, pool }
+                } else {
+                    ClaimError::OutOfRange { net, pool }
+                });
+            }
+            if let Some(other) = nets.iter().take(index).find(|other| **other != net && overlaps(other, &net)) {
+                return Err(ClaimError::Overlapping { net, other: *other });
+            }
+            for (_, interval) in self.overlapping(&net) {
+                let held = interval.net;
+                match &interval.tenure {
+                    Tenure::Held { owner: holder, .. } if holder != owner || held != net => {
+                        return Err(ClaimError::Held { net, held, owner: holder.clone() });
+                    }
+                    Tenure::Quarantined { owner: former, until, .. } if former != owner || held != net => {
+                        return Err(ClaimError::InQuarantine { net, held, owner: former.clone(), until: *until });
+                    }
+                    Tenure::Held { .. } | Tenure::Quarantined { .. } => {}
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The block in quarantine that `owner` freed last, if blocks of that kind are still given and it meets none of
+    /// `avoid`.
+    #[must_use]
+    pub fn own_quarantined(&self, owner: &O, avoid: &[IpNet]) -> Option<IpNet> {
+        self.quarantined()
+            .filter(|entry| entry.owner == *owner && self.carvings.iter().any(|carving| carving.is_block(&entry.net)))
+            .filter(|entry| !avoid.iter().any(|other| overlaps(other, &entry.net)))
+            .max_by_key(|entry| entry.since)
+            .map(|entry| entry.net)
     }
 
     /// Ends a holding: the block goes into quarantine from `now` to `until`.
@@ -376,23 +439,6 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         };
         interval.tenure = Tenure::Quarantined { owner: block.owner.clone(), since: now, until };
         Ok(())
-    }
-
-    /// Undoes a [`Self::take`] or [`Self::claim`] of the same planning step: the block is free again at once, since
-    /// nobody was told of it.
-    ///
-    /// # Errors
-    /// When the proof is stale. Nothing changes then.
-    pub fn undo(&mut self, block: &Block<O>) -> Result<(), NotHeld> {
-        let first = net_bounds(&block.net).0;
-        let held = Tenure::Held { owner: block.owner.clone(), generation: block.generation };
-        match self.intervals.get(&first) {
-            Some(interval) if interval.net == block.net && interval.tenure == held => {
-                self.intervals.remove(&first);
-                Ok(())
-            }
-            _ => Err(NotHeld { net: block.net, generation: block.generation }),
-        }
     }
 
     /// Puts a recorded quarantine back, as after a restart. Returns false, and changes nothing, when the block is

@@ -4,7 +4,7 @@
 //! position. It keeps only what is not free, so its cost follows the pods and not the size of the CIDR. Who holds an
 //! address, and why, is known one level up, in [`crate::ipam::lease`].
 
-use crate::ip::{Family, address_bits, net_bounds};
+use crate::ip::{Family, address_bits, net_bounds, overlaps};
 use ipnet::IpNet;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -405,4 +405,33 @@ impl PodCidrs {
         }
         Ok(addresses)
     }
+}
+
+/// Another node that lists a block which overlaps with one of this node's.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("pod CIDR {own} of this node overlaps with {other}, which CiliumNode {node} lists; remove one of the two")]
+pub struct Contested {
+    /// This node's block.
+    pub own: IpNet,
+    /// The other node.
+    pub node: String,
+    /// The other node's block.
+    pub other: IpNet,
+}
+
+/// The first other node, by name, that lists a block of this node too. While there is one, no new address may be given
+/// from the block (`ipam` decision 14); [`crate::ipam::lease::Leases::hold_back`] takes the text.
+#[must_use]
+pub fn contested<'a>(
+    own: &[IpNet],
+    own_name: &str,
+    nodes: impl IntoIterator<Item = (&'a str, &'a [IpNet])>,
+) -> Option<Contested> {
+    nodes
+        .into_iter()
+        .filter(|(node, _)| *node != own_name)
+        .flat_map(|(node, listed)| own.iter().flat_map(move |own| listed.iter().map(move |other| (node, own, other))))
+        .filter(|(_, own, other)| overlaps(own, other))
+        .min()
+        .map(|(node, own, other)| Contested { own: *own, node: node.to_owned(), other: *other })
 }
