@@ -70,9 +70,11 @@ impl<K: Ord + Clone> Retries<K> {
         let retry = match class {
             ErrorClass::Transient | ErrorClass::Throttled { retry_after: None } => Retry::At(now.saturating_add(delay)),
             // On top of what was asked for, some spread: others were told the same moment.
-            ErrorClass::Throttled { retry_after: Some(silence) } => {
-                Retry::At(now.saturating_add(silence).saturating_add(spread(self.backoff.base, draw)).max(now.saturating_add(delay)))
-            }
+            ErrorClass::Throttled { retry_after: Some(silence) } => Retry::At(
+                now.saturating_add(silence)
+                    .saturating_add(spread(self.backoff.base, draw))
+                    .max(now.saturating_add(delay)),
+            ),
             ErrorClass::Permanent => Retry::FullPass,
         };
         self.failed.insert(key, (failures, retry));

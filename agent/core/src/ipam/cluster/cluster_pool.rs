@@ -76,7 +76,9 @@ pub enum ConfigError {
         error: OverlapError,
     },
     /// No pod would fit.
-    #[error("cluster-pool-ipv4-mask-size {mask_size} is refused: a node needs room for its router address and pods; expected 30 or less, better 29 or less")]
+    #[error(
+        "cluster-pool-ipv4-mask-size {mask_size} is refused: a node needs room for its router address and pods; expected 30 or less, better 29 or less"
+    )]
     BlockTooSmall {
         /// As configured.
         mask_size: u8,
@@ -494,9 +496,9 @@ impl Ledger {
                 held.into_iter().any(|net| carving.is_block(&net))
             };
             let pools = set.carvings().iter().chain(set.legacy().iter().filter(used));
-            records.pools.extend(
-                pools.map(|carving| PoolRecord { cidr: carving.cidr(), mask_size: carving.block_prefix() }),
-            );
+            records
+                .pools
+                .extend(pools.map(|carving| PoolRecord { cidr: carving.cidr(), mask_size: carving.block_prefix() }));
         }
         records.pools.sort_unstable();
         records

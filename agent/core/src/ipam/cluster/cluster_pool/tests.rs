@@ -155,11 +155,8 @@ fn nothing_is_planned_before_the_list_is_complete() {
 #[test]
 fn with_one_family_full_nothing_of_the_other_is_booked() {
     let settings = dual(family(&["10.40.0.0/24"], 26), family(&["fd40::/127"], 128));
-    let nodes = vec![
-        node("a", 0, &["10.40.0.192/26", "fd40::/128"]),
-        node("b", 1, &["fd40::1/128"]),
-        node("c", 2, &[]),
-    ];
+    let nodes =
+        vec![node("a", 0, &["10.40.0.192/26", "fd40::/128"]), node("b", 1, &["fd40::1/128"]), node("c", 2, &[])];
     let mut cluster = Cluster::new(settings, nodes);
     cluster.round();
     // Listed one family only: the other is added in the same step.
@@ -267,8 +264,7 @@ fn a_restarted_operator_books_what_nodes_list_and_writes_nothing() {
 // case: ipam B12
 #[test]
 fn text_that_is_no_cidr_is_an_error_of_that_node_alone() {
-    let mut cluster =
-        Cluster::new(pool(&["10.33.0.0/24"], 26), vec![node("a", 1, &["10.33.0/26"]), node("b", 2, &[])]);
+    let mut cluster = Cluster::new(pool(&["10.33.0.0/24"], 26), vec![node("a", 1, &["10.33.0/26"]), node("b", 2, &[])]);
     cluster.round();
     assert!(cluster.get("a").error.contains("\"10.33.0/26\""), "{}", cluster.get("a").error);
     assert_eq!(cluster.cidrs("a"), ["10.33.0/26"]);
@@ -536,7 +532,7 @@ fn claim_text(index: u8) -> String {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
     fn laws_of_planning(events in events()) {
@@ -613,6 +609,7 @@ proptest! {
 }
 
 fn listed(cluster: &Cluster) -> Vec<(String, IpNet)> {
-    let nets = |node: &Node| parse(&node.pod_cidrs).0.into_iter().map(|net| (node.name.clone(), net)).collect::<Vec<_>>();
+    let nets =
+        |node: &Node| parse(&node.pod_cidrs).0.into_iter().map(|net| (node.name.clone(), net)).collect::<Vec<_>>();
     cluster.nodes.iter().flat_map(nets).collect()
 }
