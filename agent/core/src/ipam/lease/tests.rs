@@ -652,6 +652,9 @@ struct World {
     live: BTreeMap<Attachment, (Addresses, u64, Option<Timestamp>)>,
     owned: BTreeSet<IpAddr>,
     vanished: BTreeSet<String>,
+    /// Who held each address after the last step, and when an address was last given back.
+    held: BTreeMap<IpAddr, String>,
+    freed: BTreeMap<IpAddr, Timestamp>,
 }
 
 proptest! {
@@ -763,6 +766,21 @@ proptest! {
             let resting = agent.leases.resting.keys().filter(|address| inside(address)).count();
             let usage = agent.usage();
             prop_assert_eq!((usage.used, usage.quarantined), (held as u64, resting as u64));
+            // Nobody gets an address that rests while another is free, whatever happened in between.
+            let holders: BTreeMap<IpAddr, String> = agent.leases.holders().collect();
+            for (address, holder) in &world.held {
+                if holders.get(address) != Some(holder) {
+                    world.freed.insert(*address, now);
+                }
+            }
+            for address in holders.keys().filter(|address| world.held.get(*address) != holders.get(*address)) {
+                if let Some(freed) = world.freed.get(address)
+                    && later(*freed, Timings::default().quarantine) > now
+                {
+                    prop_assert_eq!(usage.free(), 0, "{} given again after {}", address, now.duration_since(*freed));
+                }
+            }
+            world.held = holders;
             // The disk holds exactly what memory holds.
             let mut copy = Agent::restart(agent.disk.clone(), network(CIDRS[cidr]), now);
             prop_assert_eq!(&copy.disk, &agent.disk);
