@@ -216,6 +216,16 @@ pub enum IpamMode {
     ClusterPool,
 }
 
+impl IpamMode {
+    /// The value of the key `ipam`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::ClusterPool => "cluster-pool",
+        }
+    }
+}
+
 words!(IpamMode, "`cluster-pool`, the only mode that is implemented", {
     "cluster-pool" => IpamMode::ClusterPool,
 });
