@@ -5,14 +5,14 @@
 //pub mod agent;
 pub mod agent_api;
 pub mod agent_role;
-pub mod build_info;
+//pub mod build_info;
 //pub mod cli;
 //pub mod kernel;
 pub mod node_status;
 //pub mod operator;
 pub mod operator_role;
 pub mod remembered;
-//pub mod settings;
+pub mod settings;
 //mod signals;
 pub mod supervisor;
 pub mod targets;
