@@ -3,9 +3,9 @@
 use super::agent_api::Answers;
 use super::node_status::{MapRows, NodeStatus};
 use super::operator_role::{self, Operator, until};
+use super::remembered;
 use super::supervisor::Supervisor;
 use super::targets::{Reconcile, Target, Targets};
-use super::remembered;
 use crate::api::server;
 use crate::clock::Clock;
 use crate::controllers::{endpoint, ipam_node, masquerade, node, peers, routes};
@@ -211,7 +211,10 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     if let Some(datapath) = targets.datapath {
         required.extend(["excluded destinations", "endpoints", "devices", "datapath settings", "attachments"]);
         let m = &masquerade;
-        tasks.spawn_loop("apply excluded", reconcile.run("excluded destinations", datapath.excluded, m.excluded.reader()));
+        tasks.spawn_loop(
+            "apply excluded",
+            reconcile.run("excluded destinations", datapath.excluded, m.excluded.reader()),
+        );
         tasks.spawn_loop("apply endpoints", reconcile.run("endpoints", datapath.endpoints, endpoints.reader()));
         tasks.spawn_loop("apply devices", reconcile.run("devices", datapath.devices, m.devices.reader()));
         tasks.spawn_loop("apply settings", reconcile.run("datapath settings", datapath.settings, m.settings.reader()));
