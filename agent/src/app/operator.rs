@@ -6,7 +6,7 @@ use super::{Refused, signals};
 use crate::clock::Clock;
 use crate::kubernetes::lease::Election;
 use anyhow::Context;
-use cistern_core::ipam::cluster::cluster_pool::{self, FamilySettings};
+use cistern_core::ipam::cluster::cluster_pool::{self, BLOCK_QUARANTINE, FamilySettings};
 use cistern_core::lease::evaluate::Timings;
 use cistern_core::settings::{IpamMode, Settings};
 
@@ -63,7 +63,7 @@ pub fn pool(settings: &Settings) -> anyhow::Result<Option<cluster_pool::Settings
         mask_size: settings.cluster_pool_ipv4_mask_size,
     };
     let ipv6 = FamilySettings { enabled: false, cidrs: Vec::new(), mask_size: 120 };
-    let (pool, warnings) = cluster_pool::Settings::new(&ipv4, &ipv6).map_err(|errors| {
+    let (pool, warnings) = cluster_pool::Settings::new(ipv4, ipv6, BLOCK_QUARANTINE).map_err(|errors| {
         let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
         Refused(format!("{}; nothing was started or changed", errors.join("; ")))
     })?;
