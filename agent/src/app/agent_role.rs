@@ -11,6 +11,7 @@ use crate::clock::Clock;
 use crate::controllers::{endpoint, ipam_node, masquerade, node, peers, routes};
 use crate::files;
 use crate::kubernetes::cilium_node::OwnNode;
+use crate::kubernetes::client::Client;
 use crate::kubernetes::{views, watch as watches};
 use crate::reconciler::{Options, TargetStatus};
 use crate::state::StateDir;
@@ -19,8 +20,6 @@ use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::lease::{Record, Timings};
 use cistern_core::reconcile::backoff::Backoff;
 use cistern_core::settings::Settings;
-use kube::Client;
-use kube::runtime::watcher;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::UnixListener;
@@ -122,12 +121,12 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let masquerade = masquerade::Tables::default();
 
     // === Observe ===
-    let own = watcher::Config::default().fields(&format!("metadata.name={name}"));
+    let own = watches::Which::Named(name.clone());
     let watch = (client.clone(), waits.clone(), token.clone());
     let (c, w, t) = watch.clone();
     tasks.spawn_loop("watch node", watches::run("node", c, own, Arc::clone(&nodes), views::node, w, t));
     let (c, w, t) = watch;
-    let all = watcher::Config::default();
+    let all = watches::Which::All;
     tasks.spawn_loop(
         "watch ciliumnodes",
         watches::run("ciliumnodes", c, all, Arc::clone(&cilium_nodes), views::cilium_node, w, t),
