@@ -64,8 +64,7 @@ struct Confined {
 }
 
 const CONFINED: [Confined; 9] = [
-    // `app` makes the client and hands it on; the API's structs are in the next two.
-    Confined { prefix: "kube", to: &["app", "kubernetes"] },
+    Confined { prefix: "kube", to: &["kubernetes"] },
     Confined { prefix: "k8s_openapi", to: &["kubernetes"] },
     Confined { prefix: "cistern_crds", to: &["kubernetes"] },
     Confined { prefix: "aya", to: &["datapath"] },
