@@ -43,7 +43,7 @@ fn render(declarations: &[TokenTree], names: &[TokenTree], fields: &[TokenTree])
         let meaning = constants
             .values()
             .find(|constant| constant.value == name)
-            .map(|constant| constant.meaning.replace('[', "").replace(']', ""))
+            .map(|constant| constant.meaning.replace(['[', ']'], ""))
             .with_context(|| format!("{NAMES} has no constant that holds {name}"))?;
         let entries = constants.get(&map.entries).map_or(map.entries.as_str(), |constant| constant.value.as_str());
         let shape = |name: &Option<String>| match name {
