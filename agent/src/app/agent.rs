@@ -24,7 +24,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     refuse_overlaps(&settings)?;
 
     let client =
-        crate::kubernetes::client::connect(settings.kubeconfig_path.as_deref(), settings.api_server_url()).await?;
+        crate::kubernetes::client::connect(settings.kubeconfig_path.as_deref(), settings.api_server.as_ref().map(|url| url.as_str())).await?;
     let (targets, maps) = kernel::open(&settings)?;
     let files = LeaseFiles::open(&state)?;
     let (leases, set_aside) = files.read()?;
@@ -58,6 +58,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     };
     let running = agent_role::start(
         Agent {
+            build: super::build_info::long(),
             reserved_ports: kernel::reserved_ports(),
             settings,
             client,

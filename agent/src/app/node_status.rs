@@ -235,4 +235,12 @@ impl NodeStatus {
         };
         maps(name).map_err(|reason| Failure::permanent(500, "map", reason))
     }
+
+    /// Which rule decides about a packet.
+    ///
+    /// # Errors
+    /// When this node does not masquerade.
+    pub fn explain_masquerade(&self, _request: &ExplainMasqueradeRequest) -> Result<ExplainMasqueradeResponse, Failure> {
+        Err(Failure::permanent(501, "no-datapath", "this node does not masquerade"))
+    }
 }

@@ -18,7 +18,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let cancel = signals::cancelled_by_signal()?;
     let shared = Shared::new(Clock::system());
     let client =
-        crate::kubernetes::client::connect(settings.kubeconfig_path.as_deref(), settings.api_server_url()).await?;
+        crate::kubernetes::client::connect(settings.kubeconfig_path.as_deref(), settings.api_server.as_ref().map(|url| url.as_str())).await?;
     let operator = Operator {
         client,
         election: election(&settings)?,
