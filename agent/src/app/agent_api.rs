@@ -89,7 +89,7 @@ impl AgentApi for Answers {
                 attachment: attachment(request.container_id, request.ifname)?,
                 pod,
                 netns: request.netns,
-                started: None,
+                started: request.started,
             })
             .await
             .map_err(failure)?;
