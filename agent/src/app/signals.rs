@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 ///
 /// # Errors
 /// When the handlers cannot be installed.
-pub fn cancelled_by_signal() -> std::io::Result<CancellationToken> {
+pub(super) fn cancelled_by_signal() -> std::io::Result<CancellationToken> {
     let token = CancellationToken::new();
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let cancelled = token.clone();
