@@ -135,7 +135,6 @@ fn role(matches: &ArgMatches, role: Role) -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!(error = format!("{error:#}"), "ending");
             eprintln!("cistern: {error:#}");
             if error.is::<super::Refused>() { ExitCode::from(BAD_SETTINGS) } else { ExitCode::FAILURE }
         }

@@ -100,7 +100,10 @@ pub async fn run<R: BlockRecords>(
                 () = cilium_nodes.changed() => {}
                 () = tokio::time::sleep(until_quarantine_ends(&recorded, clock.now())) => {}
             }
-            tokio::time::sleep_until(begun + PASS).await;
+            // The first node of a quiet cluster is served at once; a burst of them shares one pass.
+            if !nodes.is_empty() {
+                tokio::time::sleep_until(begun + PASS).await;
+            }
         } else {
             tokio::time::sleep(RECORDS_RETRY).await;
         }

@@ -4,6 +4,7 @@
 //! decided here; the collector in the datapath only walks and deletes.
 
 use serde::{Deserialize, Serialize};
+use std::net::SocketAddrV4;
 
 /// Transport protocol of a flow that has ports, or an echo identifier instead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -62,6 +63,58 @@ impl FlowState {
             Protocol::Tcp => Self::Opening,
         }
     }
+}
+
+/// Whose flow an entry holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FlowOwner {
+    /// A pod of this node.
+    Pod,
+    /// The host itself: its port is held so that no pod is given it, or it was moved because a pod has it.
+    Host,
+}
+
+/// A NAT entry as people and programs read it. Echoes have their identifier where others have a port.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct FlowRecord {
+    /// Transport protocol.
+    pub protocol: Protocol,
+    /// The pod's end.
+    pub origin: SocketAddrV4,
+    /// The end outside.
+    pub remote: SocketAddrV4,
+    /// The node's end, as the remote end sees it.
+    pub external: SocketAddrV4,
+    /// Whose flow it is.
+    pub owner: FlowOwner,
+    /// Where it is in its life.
+    pub state: FlowState,
+    /// Seconds since its first packet.
+    pub age_seconds: u32,
+    /// Seconds since its last packet.
+    pub idle_seconds: u32,
+    /// `ifindex` of the device that it leaves by.
+    pub ifindex: u32,
+}
+
+/// A flow that was opened from outside towards a pod, as people and programs read it.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct InboundRecord {
+    /// Transport protocol.
+    pub protocol: Protocol,
+    /// The pod's end.
+    pub pod: SocketAddrV4,
+    /// The end outside.
+    pub remote: SocketAddrV4,
+    /// Where it is in its life.
+    pub state: FlowState,
+    /// Seconds since its first packet.
+    pub age_seconds: u32,
+    /// Seconds since its last packet.
+    pub idle_seconds: u32,
+    /// `ifindex` of the device that it came by.
+    pub ifindex: u32,
 }
 
 /// Idle seconds after which a TCP connection that both ends speak on is given up by default: 6 h.

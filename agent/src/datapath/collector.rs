@@ -1,0 +1,244 @@
+//! Deletes NAT entries whose time is over.
+//!
+//! The programs stamp entries, and this walks over them, a slice at a time, so that a full map costs no long pause. What
+//! is over is decided by `cistern_core::masquerade::expire`.
+
+use super::error::DatapathError;
+use super::kernel;
+use super::maps::{self, Walk, failed};
+use super::pins::Pins;
+use aya::maps::lpm_trie::Key;
+use aya::maps::{HashMap, LpmTrie, Map, MapData, MapError, MapInfo};
+use cistern_core::masquerade::expire::{FlowState, expired, under_pressure};
+use cistern_core::masquerade::plan::ExcludedReason;
+use cistern_ebpf_common::abi::{
+    DeviceKey, DeviceValue, ExcludedAddress, ExcludedValue, FlowKey, FwdValue, InboundValue, RevKey, RevValue,
+    SettingsValue,
+};
+use cistern_ebpf_common::map;
+use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
+
+/// Entries that one call of [`Collector::step`] looks at, more or less: the kernel gives whole buckets.
+pub const SLICE: usize = 16_384;
+
+/// What one slice came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Collected {
+    /// NAT entries looked at.
+    pub flows: u64,
+    /// Deleted, their time being over.
+    pub expired: u64,
+    /// Deleted, their address having left the node.
+    pub stale: u64,
+    /// Inbound entries looked at.
+    pub inbound: u64,
+    /// Inbound entries deleted.
+    pub inbound_expired: u64,
+    /// The walk over both maps is complete; the next slice starts anew.
+    pub complete: bool,
+}
+
+/// The collector. One for each datapath; it keeps where its walk stands.
+#[derive(Debug)]
+pub struct Collector {
+    pins: Pins,
+    flows: HashMap<MapData, RevKey, RevValue>,
+    cache: HashMap<MapData, FlowKey, FwdValue>,
+    inbound: HashMap<MapData, FlowKey, InboundValue>,
+    flow_walk: Walk<RevKey, RevValue>,
+    inbound_walk: Walk<FlowKey, InboundValue>,
+    stage: Stage,
+    capacity: u64,
+    /// Entries seen in the walk that runs, and in the one before: how full the map is.
+    seen: u64,
+    seen_before: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Flows,
+    Inbound,
+}
+
+impl Collector {
+    pub(super) fn open(pins: &Pins) -> Result<Self, DatapathError> {
+        let path = pins.map(map::REV);
+        let info = MapInfo::from_pin(&path).map_err(failed(map::REV, format!("open its pin {}", path.display())))?;
+        Ok(Self {
+            pins: pins.clone(),
+            flows: maps::hash(pins, map::REV)?,
+            cache: maps::hash(pins, map::FWD)?,
+            inbound: maps::hash(pins, map::INBOUND)?,
+            flow_walk: Walk::open(pins, map::REV)?,
+            inbound_walk: Walk::open(pins, map::INBOUND)?,
+            stage: Stage::Flows,
+            capacity: info.max_entries().into(),
+            seen: 0,
+            seen_before: 0,
+        })
+    }
+
+    /// Whether the last complete walk found the NAT map nearly full.
+    #[must_use]
+    pub fn under_pressure(&self) -> bool {
+        under_pressure(self.seen_before.max(self.seen), self.capacity)
+    }
+
+    /// Looks at one slice and deletes what is over, as of now.
+    ///
+    /// # Errors
+    /// The kernel's error; the walk starts anew then.
+    pub fn step(&mut self) -> Result<Collected, DatapathError> {
+        self.step_at(kernel::monotonic_seconds())
+    }
+
+    /// [`Collector::step`] as of `now`, in seconds of the monotonic clock.
+    ///
+    /// # Errors
+    /// The kernel's error; the walk starts anew then.
+    pub fn step_at(&mut self, now: u32) -> Result<Collected, DatapathError> {
+        let tcp_idle = self.tcp_idle()?;
+        let mut collected = Collected::default();
+        match self.stage {
+            Stage::Flows => self.flow_slice(now, tcp_idle, &mut collected)?,
+            Stage::Inbound => self.inbound_slice(now, tcp_idle, &mut collected)?,
+        }
+        Ok(collected)
+    }
+
+    fn tcp_idle(&self) -> Result<u32, DatapathError> {
+        let data = maps::open(&self.pins, map::SETTINGS)?;
+        let slot: aya::maps::Array<MapData, SettingsValue> = Map::from_map_data(data)
+            .and_then(TryInto::try_into)
+            .map_err(failed(map::SETTINGS, "use it as its type"))?;
+        Ok(slot.get(&0, 0).map_err(failed(map::SETTINGS, "read it"))?.window)
+    }
+
+    fn flow_slice(&mut self, now: u32, tcp_idle: u32, collected: &mut Collected) -> Result<(), DatapathError> {
+        let pressure = self.under_pressure();
+        let own = OwnAddresses::open(&self.pins)?;
+        let mut over = Vec::new();
+        while collected.flows < SLICE as u64 {
+            let Some(rows) = self.flow_walk.next_rows()? else {
+                self.seen_before = self.seen;
+                self.seen = 0;
+                self.stage = Stage::Inbound;
+                break;
+            };
+            for (key, value) in rows {
+                collected.flows += 1;
+                self.seen += 1;
+                let stale = !own.contains(key.external)?;
+                if stale || flow_expired(&key, &value, now, tcp_idle, pressure)? {
+                    over.push((key, stale));
+                }
+            }
+        }
+        for (key, stale) in over {
+            // Read again: a packet may have come since the slice was read.
+            let value = match self.flows.get(&key, 0) {
+                Ok(value) => value,
+                Err(MapError::KeyNotFound) => continue,
+                Err(error) => return Err(failed(map::REV, "read an entry")(error)),
+            };
+            if !stale && !flow_expired(&key, &value, now, tcp_idle, pressure)? {
+                continue;
+            }
+            // The authority first: a packet in between finds the cache without it, and makes a new entry. The other way
+            // round it would refill the cache from an entry that then goes.
+            delete(&mut self.flows, map::REV, &key)?;
+            delete(&mut self.cache, map::FWD, &key.flow(value.origin, value.origin_port))?;
+            if stale {
+                collected.stale += 1;
+            } else {
+                collected.expired += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn inbound_slice(&mut self, now: u32, tcp_idle: u32, collected: &mut Collected) -> Result<(), DatapathError> {
+        let mut over = Vec::new();
+        while collected.inbound < SLICE as u64 {
+            let Some(rows) = self.inbound_walk.next_rows()? else {
+                self.stage = Stage::Flows;
+                collected.complete = true;
+                break;
+            };
+            for (key, value) in rows {
+                collected.inbound += 1;
+                if inbound_expired(&key, &value, now, tcp_idle)? {
+                    over.push(key);
+                }
+            }
+        }
+        for key in over {
+            delete(&mut self.inbound, map::INBOUND, &key)?;
+            collected.inbound_expired += 1;
+        }
+        Ok(())
+    }
+}
+
+fn flow_expired(
+    key: &RevKey,
+    value: &RevValue,
+    now: u32,
+    tcp_idle: u32,
+    pressure: bool,
+) -> Result<bool, DatapathError> {
+    let protocol = maps::protocol(map::REV, key.protocol)?;
+    let state = FlowState::of(protocol, maps::seen_bits(value.sent), maps::seen_bits(value.received));
+    Ok(expired(state, value.last_seen, now, tcp_idle, pressure))
+}
+
+fn inbound_expired(key: &FlowKey, value: &InboundValue, now: u32, tcp_idle: u32) -> Result<bool, DatapathError> {
+    let protocol = maps::protocol(map::INBOUND, key.protocol)?;
+    let state = FlowState::of(protocol, maps::seen_bits(value.sent), maps::seen_bits(value.received));
+    Ok(expired(state, value.last_seen, now, tcp_idle, false))
+}
+
+/// Deletes an entry; an absent one is a success.
+fn delete<K: aya::Pod, V: aya::Pod>(
+    map: &mut HashMap<MapData, K, V>,
+    name: &'static str,
+    key: &K,
+) -> Result<(), DatapathError> {
+    match map.remove(key) {
+        Err(MapError::SyscallError(error)) if error.io_error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+        result => result.map_err(failed(name, "delete an entry")),
+    }
+}
+
+/// The addresses that translated flows may have: those of the egress devices, and all others of the node, since a flow
+/// keeps its address when its way changes to another device.
+struct OwnAddresses {
+    devices: BTreeSet<Ipv4Addr>,
+    excluded: LpmTrie<MapData, ExcludedAddress, ExcludedValue>,
+}
+
+impl OwnAddresses {
+    fn open(pins: &Pins) -> Result<Self, DatapathError> {
+        let map: HashMap<MapData, DeviceKey, DeviceValue> = maps::hash(pins, map::DEVICES)?;
+        let devices = map
+            .iter()
+            .map(|row| row.map(|(_, value)| value.address.into()).map_err(failed(map::DEVICES, "read its rows")))
+            .collect::<Result<_, _>>()?;
+        let excluded = Map::from_map_data(maps::open(pins, map::EXCLUDED)?)
+            .and_then(TryInto::try_into)
+            .map_err(failed(map::EXCLUDED, "use it as its type"))?;
+        Ok(Self { devices, excluded })
+    }
+
+    fn contains(&self, address: [u8; 4]) -> Result<bool, DatapathError> {
+        if self.devices.contains(&Ipv4Addr::from(address)) {
+            return Ok(true);
+        }
+        match self.excluded.get(&Key::new(32, ExcludedAddress { address }), 0) {
+            Ok(value) => Ok(value.reason == ExcludedReason::OwnNode as u8),
+            Err(MapError::KeyNotFound) => Ok(false),
+            Err(error) => Err(failed(map::EXCLUDED, "look an address up")(error)),
+        }
+    }
+}
