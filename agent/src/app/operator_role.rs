@@ -5,6 +5,7 @@ use crate::clock::Clock;
 use crate::controllers::ipam_cluster::BlockRecords;
 use crate::controllers::{ipam_cluster, orphans};
 use crate::kubernetes::cilium_node::{Orphans, PodCidrs};
+use crate::kubernetes::client::Client;
 use crate::kubernetes::lease::{self, Election, LeaderRow, Scope};
 use crate::kubernetes::records::RecordStore;
 use crate::kubernetes::{Leadership, crd, views, watch as watches};
@@ -13,8 +14,6 @@ use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeRow};
 use crate::tables::{Table, Waits};
 use cistern_core::ipam::cluster::cluster_pool;
 use cistern_core::reconcile::backoff::Backoff;
-use kube::Client;
-use kube::runtime::watcher;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -122,7 +121,7 @@ async fn lead(operator: &Operator, leadership: Leadership, scope: &CancellationT
         watches::run(
             "operator ciliumnodes",
             client.clone(),
-            watcher::Config::default(),
+            watches::Which::All,
             Arc::clone(&cilium_nodes),
             views::cilium_node,
             waits.clone(),
@@ -134,7 +133,7 @@ async fn lead(operator: &Operator, leadership: Leadership, scope: &CancellationT
         watches::run(
             "operator nodes",
             client.clone(),
-            watcher::Config::default(),
+            watches::Which::All,
             Arc::clone(&nodes),
             views::node,
             waits.clone(),

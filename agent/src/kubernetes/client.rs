@@ -1,7 +1,8 @@
 //! Connecting to the API server.
 
 use super::KubernetesError;
-use kube::{Client, Config};
+pub use kube::Client;
+use kube::Config;
 use std::path::Path;
 use std::time::Duration;
 

@@ -76,7 +76,8 @@ impl RecordStore {
             Some(version) => {
                 let patch = json!({"metadata": {"resourceVersion": version}, "data": data});
                 let params = PatchParams { field_manager: Some(OPERATOR.to_owned()), ..PatchParams::default() };
-                let call = self.api.patch(CONFIG_MAP, &params, &Patch::Merge(&patch));
+                let patch = Patch::Merge(&patch);
+                let call = self.api.patch(CONFIG_MAP, &params, &patch);
                 self.leadership.write("patch", KIND, CONFIG_MAP, call).await
             }
         };

@@ -24,6 +24,24 @@ pub struct ViewError {
     pub reason: String,
 }
 
+/// Which objects of a kind are watched.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Which {
+    /// Every one.
+    All,
+    /// The one of this name.
+    Named(String),
+}
+
+impl Which {
+    fn config(&self) -> watcher::Config {
+        match self {
+            Self::All => watcher::Config::default(),
+            Self::Named(name) => watcher::Config::default().fields(&format!("metadata.name={name}")),
+        }
+    }
+}
+
 /// Keeps `table` equal to what the API server lists of a cluster-scoped kind, until cancelled.
 ///
 /// The table is marked synced after the first whole list. When the watch breaks, rows stay as they are, the break is a
@@ -32,7 +50,7 @@ pub struct ViewError {
 pub async fn run<K, Row>(
     name: &'static str,
     client: Client,
-    config: watcher::Config,
+    which: Which,
     table: Arc<Table<String, Row>>,
     view: impl Fn(&K) -> Result<Row, ViewError> + Send,
     waits: Waits,
@@ -44,6 +62,7 @@ pub async fn run<K, Row>(
 {
     let guarded: Api<DeserializeGuard<K>> = Api::all(client);
     let wait = format!("watch {name}");
+    let config = which.config();
     let mut delay = FIRST_DELAY;
     let mut stream = watcher::watcher(guarded.clone(), config.clone()).boxed();
     let mut listed: BTreeMap<String, Row> = BTreeMap::new();

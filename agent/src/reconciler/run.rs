@@ -136,7 +136,9 @@ impl<O: Operations> Loop<O> {
             }
         }
         // A permanent error gets its next chance here.
-        self.retries.retain(|_, retry| retry.at.is_some());
+        for retry in self.retries.values_mut() {
+            retry.at.get_or_insert_with(Instant::now);
+        }
         self.apply(desired, cancel).await;
         self.status.complete = true;
         Ok(())

@@ -8,10 +8,13 @@ mod leases;
 
 pub use leases::LeaseFiles;
 
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Where state lives unless `state-dir` says otherwise.
 pub const STATE_DIR: &str = "/var/lib/cistern";
@@ -85,6 +88,31 @@ impl StateDir {
         &self.root
     }
 
+    /// Waits until no other process uses this directory, and keeps others out while the guard lives: two owners of the
+    /// leases would give one address twice.
+    ///
+    /// # Errors
+    /// When the lock file cannot be made.
+    pub async fn lock(&self) -> Result<DirLock, StateError> {
+        let path = self.root.join("lock");
+        let io = |action: &'static str, source: std::io::Error| StateError::Io { action, path: path.clone(), source };
+        let mut told = false;
+        loop {
+            let file = std::fs::File::create(&path).map_err(|source| io("create", source))?;
+            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Ok(DirLock { _lock: lock }),
+                Err((_, Errno::EWOULDBLOCK)) => {
+                    if !told {
+                        tracing::warn!(path = %path.display(), "waiting for another agent on this node to end");
+                        told = true;
+                    }
+                    tokio::time::sleep(LOCK_RETRY).await;
+                }
+                Err((_, errno)) => return Err(io("lock", errno.into())),
+            }
+        }
+    }
+
     /// Reads `name`. A file that is not there is none; one that cannot be understood is set aside and none, and the
     /// report says where it went.
     ///
@@ -100,6 +128,47 @@ impl StateDir {
     /// When the file system says no; the old content is still in force.
     pub fn write<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
         write_renamed(&self.root.join(name), value)
+    }
+}
+
+/// Keeps other agents out of a state directory while it lives; the kernel lets it go with the process.
+#[derive(Debug)]
+pub struct DirLock {
+    _lock: Flock<std::fs::File>,
+}
+
+const LOCK_RETRY: Duration = Duration::from_millis(100);
+
+/// The marker of this boot: it lies below `/run`, which a reboot empties (`ipam` decision 8).
+#[derive(Debug, Clone)]
+pub struct BootMarker {
+    path: PathBuf,
+}
+
+impl BootMarker {
+    /// The marker in this directory.
+    #[must_use]
+    pub fn new(run_dir: &Path) -> Self {
+        Self { path: run_dir.join("boot") }
+    }
+
+    /// Whether an agent has finished with what a reboot leaves behind, since this boot.
+    #[must_use]
+    pub fn is_set(&self) -> bool {
+        self.path.exists()
+    }
+
+    /// Says so.
+    ///
+    /// # Errors
+    /// When the marker cannot be made.
+    pub fn set(&self) -> Result<(), StateError> {
+        if let Some(directory) = self.path.parent() {
+            make_dir(directory)?;
+        }
+        std::fs::File::create(&self.path)
+            .map(|_| ())
+            .map_err(|source| StateError::Io { action: "create", path: self.path.clone(), source })
     }
 }
 
@@ -162,6 +231,27 @@ mod tests {
         assert_eq!(state.read::<u32>("node.json").unwrap(), (None, None));
         state.write("node.json", &7_u32).unwrap();
         assert_eq!(state.read::<u32>("node.json").unwrap(), (Some(7), None));
+    }
+
+    #[test]
+    fn the_marker_is_there_once_it_was_set() {
+        let dir = tempfile::tempdir().unwrap();
+        let marker = BootMarker::new(&dir.path().join("run"));
+        assert!(!marker.is_set());
+        marker.set().unwrap();
+        marker.set().unwrap();
+        assert!(marker.is_set());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_second_agent_waits_until_the_first_has_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = StateDir::open(dir.path()).unwrap();
+        let first = state.lock().await.unwrap();
+        let second = tokio::time::timeout(Duration::from_secs(5), state.lock()).await;
+        assert!(second.is_err());
+        drop(first);
+        state.lock().await.unwrap();
     }
 
     #[test]

@@ -13,9 +13,10 @@ pub enum Format {
     Json,
 }
 
-/// Starts logging to standard error, once per process; later calls change nothing. `RUST_LOG` wins over `debug`.
-pub fn init(format: Format, debug: bool) {
-    let default = if debug { "info,cistern=debug" } else { "info" };
+/// Starts logging to standard error, once per process; later calls change nothing. `RUST_LOG` wins over `level`, which is
+/// that of Cistern's own lines; libraries speak from `info` on.
+pub fn init(format: Format, level: &str) {
+    let default = if level == "debug" { "info,cistern=debug" } else { level };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
