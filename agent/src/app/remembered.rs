@@ -3,6 +3,7 @@
 use crate::state::{StateDir, StateError};
 use crate::tables::rows::{PeerRow, PoolRow};
 use crate::tables::{Reader, Table};
+use cistern_core::masquerade::excluded::ConfigFile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -48,23 +49,23 @@ pub fn tables(state: &StateDir) -> Result<(Arc<Table<String, PeerRow>>, Arc<Tabl
 ///
 /// # Errors
 /// When the disk cannot be read.
-pub fn last_good<T: serde::de::DeserializeOwned>(state: &StateDir) -> Result<Option<T>, StateError> {
-    let (last_good, set_aside) = state.read(LAST_GOOD)?;
+pub fn last_good(state: &StateDir) -> Result<Option<ConfigFile>, StateError> {
+    let (last_good, set_aside) = state.read::<Option<ConfigFile>>(LAST_GOOD)?;
     if let Some(set_aside) = set_aside {
         tracing::error!("{set_aside}");
     }
-    Ok(last_good)
+    Ok(last_good.flatten())
 }
 
 /// A change of a busy cluster is written at most this often.
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// Keeps the files equal to the tables until dropped. A disk that refuses is tried again with each change.
-pub async fn run<T: Serialize + Clone>(
+pub async fn run(
     state: StateDir,
     mut peers: Reader<String, PeerRow>,
     mut pool: Reader<(), PoolRow>,
-    mut last_good: Reader<(), T>,
+    mut last_good: Reader<(), Option<ConfigFile>>,
 ) {
     let mut written = None;
     let mut written_list = 0;

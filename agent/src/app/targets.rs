@@ -5,7 +5,7 @@ use crate::controllers::endpoint::EndpointMap;
 use crate::reconciler::{self, Operations, Options, TargetStatus};
 use crate::tables::rows::{NetworkRow, RouteTarget};
 use crate::tables::{Reader, Table};
-use cistern_core::masquerade::plan::{DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
+use cistern_core::masquerade::plan::{AttachmentEntry, DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
 use futures::future::BoxFuture;
 use ipnet::Ipv4Net;
 use std::net::Ipv4Addr;
@@ -64,8 +64,8 @@ pub struct DatapathTargets {
     pub devices: Target<u32, DeviceEntry>,
     /// Node-wide settings.
     pub settings: Target<(), DatapathSettings>,
-    /// Devices that carry the programs, by index with their name.
-    pub attachments: Target<u32, String>,
+    /// Devices that carry the programs, by index.
+    pub attachments: Target<u32, AttachmentEntry>,
     /// Expires what has had its time, forwards rare events to the log; runs until cancelled.
     pub background: Box<dyn FnOnce(CancellationToken) -> BoxFuture<'static, anyhow::Result<()>> + Send>,
 }

@@ -4,6 +4,7 @@
 pub mod endpoint;
 pub mod ipam_cluster;
 pub mod ipam_node;
+pub mod masquerade;
 pub mod node;
 pub mod orphans;
 pub mod peers;

@@ -103,6 +103,7 @@ mod tests {
                 destination: "0.0.0.0/0".parse().unwrap(),
                 ifindex: Some(3),
                 gateway: Some("172.29.8.1".parse().unwrap()),
+                source: None,
             }],
         };
         let kubelet = NodeRow {

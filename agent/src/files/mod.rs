@@ -4,6 +4,7 @@
 //! appear, vanish or lie on a file system without events, the file is also read again every [`POLL`].
 
 use crate::tables::Table;
+use crate::tables::rows::FileContent;
 use notify::{RecursiveMode, Watcher};
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -21,37 +22,26 @@ pub const POLL: Duration = Duration::from_secs(30);
 /// More is no configuration file.
 const LARGEST: u64 = 4 << 20;
 
-/// What a file holds now.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Content {
-    /// There is no such file.
-    Absent,
-    /// The bytes of the file.
-    Bytes(Vec<u8>),
-    /// The file is there and cannot be read.
-    Unreadable(String),
-}
-
 /// Reads the file now.
 #[must_use]
-pub fn read(path: &Path) -> Content {
+pub fn read(path: &Path) -> FileContent {
     match std::fs::metadata(path) {
         Ok(metadata) if metadata.len() > LARGEST => {
-            return Content::Unreadable(format!("{} bytes; at most {LARGEST} are read", metadata.len()));
+            return FileContent::Unreadable(format!("{} bytes; at most {LARGEST} are read", metadata.len()));
         }
         Ok(_) => {}
-        Err(error) if error.kind() == ErrorKind::NotFound => return Content::Absent,
-        Err(error) => return Content::Unreadable(error.to_string()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return FileContent::Absent,
+        Err(error) => return FileContent::Unreadable(error.to_string()),
     }
     match std::fs::read(path) {
-        Ok(bytes) => Content::Bytes(bytes),
-        Err(error) if error.kind() == ErrorKind::NotFound => Content::Absent,
-        Err(error) => Content::Unreadable(error.to_string()),
+        Ok(bytes) => FileContent::Bytes(bytes),
+        Err(error) if error.kind() == ErrorKind::NotFound => FileContent::Absent,
+        Err(error) => FileContent::Unreadable(error.to_string()),
     }
 }
 
 /// Publishes the content of `path` at once and after each change, until dropped.
-pub async fn follow(path: PathBuf, table: Arc<Table<(), Content>>) {
+pub async fn follow(path: PathBuf, table: Arc<Table<(), FileContent>>) {
     let (events, mut changes) = mpsc::channel::<()>(1);
     let directory = path.parent().map_or_else(|| PathBuf::from("."), Path::to_path_buf);
     let mut watcher: Option<notify::RecommendedWatcher> = None;
@@ -88,7 +78,7 @@ fn watch(directory: &Path, events: mpsc::Sender<()>) -> Option<notify::Recommend
 mod tests {
     use super::*;
 
-    async fn next(reader: &mut crate::tables::Reader<(), Content>) -> Content {
+    async fn next(reader: &mut crate::tables::Reader<(), FileContent>) -> FileContent {
         tokio::time::timeout(Duration::from_secs(20), reader.changed()).await.unwrap();
         reader.snapshot().rows[&()].clone()
     }
@@ -100,27 +90,27 @@ mod tests {
         let table = Arc::new(Table::new("file"));
         let mut reader = table.reader();
         let task = tokio::spawn(follow(path.clone(), Arc::clone(&table)));
-        assert_eq!(next(&mut reader).await, Content::Absent);
+        assert_eq!(next(&mut reader).await, FileContent::Absent);
 
         // As kubelet does it: a directory of its own, and a link that is swapped by rename.
         std::fs::create_dir(dir.path().join("..v1")).unwrap();
         std::fs::write(dir.path().join("..v1/ip-masq-agent"), "one").unwrap();
         std::os::unix::fs::symlink("..v1/ip-masq-agent", &path).unwrap();
-        assert_eq!(next(&mut reader).await, Content::Bytes(b"one".to_vec()));
+        assert_eq!(next(&mut reader).await, FileContent::Bytes(b"one".to_vec()));
 
         std::fs::write(dir.path().join("next"), "two").unwrap();
         std::fs::rename(dir.path().join("next"), &path).unwrap();
-        assert_eq!(next(&mut reader).await, Content::Bytes(b"two".to_vec()));
+        assert_eq!(next(&mut reader).await, FileContent::Bytes(b"two".to_vec()));
 
         std::fs::remove_file(&path).unwrap();
-        assert_eq!(next(&mut reader).await, Content::Absent);
+        assert_eq!(next(&mut reader).await, FileContent::Absent);
         task.abort();
     }
 
     #[test]
     fn a_directory_in_place_of_the_file_is_unreadable() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(matches!(read(dir.path()), Content::Unreadable(_)));
-        assert_eq!(read(&dir.path().join("none")), Content::Absent);
+        assert!(matches!(read(dir.path()), FileContent::Unreadable(_)));
+        assert_eq!(read(&dir.path().join("none")), FileContent::Absent);
     }
 }

@@ -86,6 +86,8 @@ pub struct RouteRow {
     pub ifindex: Option<u32>,
     /// Next hop.
     pub gateway: Option<std::net::Ipv4Addr>,
+    /// Source address that the route prefers.
+    pub source: Option<std::net::Ipv4Addr>,
 }
 
 /// What the node's network looks like: devices by index, and the unicast routes of the main table.
@@ -187,4 +189,15 @@ pub struct MasqueradeRow {
     pub ip_masq_source: String,
     /// Warnings and the error of the last reading of the file.
     pub problems: Vec<String>,
+}
+
+/// What a file holds that somebody else writes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum FileContent {
+    /// There is no such file.
+    Absent,
+    /// The bytes of the file.
+    Bytes(Vec<u8>),
+    /// The file is there and cannot be read.
+    Unreadable(String),
 }

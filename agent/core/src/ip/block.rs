@@ -592,3 +592,6 @@ fn merge(mut ranges: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
 fn count(ranges: &[(u64, u64)]) -> u64 {
     ranges.iter().map(|(first, last)| last - first + 1).sum()
 }
+
+#[cfg(test)]
+mod tests;

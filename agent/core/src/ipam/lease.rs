@@ -305,6 +305,7 @@ impl Record {
 
 /// A change of the durable records.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "most changes are `Put`, and each lives until it is written")]
 pub enum Change {
     /// Store this record under its key.
     Put(Record),

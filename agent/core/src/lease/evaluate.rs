@@ -122,7 +122,9 @@ impl Observation {
         Self { record, changed: now }
     }
 
-    /// Another look: what says the same as before keeps the time at which that was first seen.
+    /// Another look: what says the same as before keeps the time at which that was first seen. The caller shows each
+    /// state of the object once and in order: what a write of its own made of it, as soon as the write is answered, and
+    /// nothing that is older than what was shown already.
     pub fn look(&mut self, record: Option<Record>, now: Duration) {
         if self.record != record {
             *self = Self::first(record, now);
@@ -246,3 +248,6 @@ fn evaluate_candidate(observed: &Observation, identity: &str, timings: &Timings,
 pub fn write_budget(leading: Option<Duration>, timings: &Timings, now: Duration) -> Option<Duration> {
     (leading? + timings.renew_deadline).checked_sub(now).filter(|budget| !budget.is_zero())
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,10 @@
 //! What the datapath shall hold: the desired rows of its maps, independent of their bytes.
 
+use crate::settings::DeviceSelector;
+use ipnet::Ipv4Net;
 use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::net::Ipv4Addr;
 
 /// Why a destination keeps the pod's own address (`masquerade` 2.4). One longest-prefix map holds all of them, so
@@ -23,6 +27,53 @@ pub enum ExcludedReason {
     LinkLocal = 6,
     /// Multicast and limited broadcast: never masqueraded.
     Multicast = 7,
+}
+
+impl ExcludedReason {
+    /// All reasons, in order of precedence.
+    pub const ALL: [Self; 7] = [
+        Self::OwnNode,
+        Self::NodeInternalIp,
+        Self::PodCidr,
+        Self::NativeRouting,
+        Self::IpMasqAgent,
+        Self::LinkLocal,
+        Self::Multicast,
+    ];
+
+    /// The reason with this number, as the kernel map holds it.
+    #[must_use]
+    pub fn from_number(number: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|reason| *reason as u8 == number)
+    }
+
+    /// For people: completes "the destination is …".
+    #[must_use]
+    pub const fn describe(self) -> &'static str {
+        match self {
+            Self::OwnNode => "an address of this node",
+            Self::NodeInternalIp => "the InternalIP of another node",
+            Self::PodCidr => "in the pod CIDR of a known node",
+            Self::NativeRouting => "in ipv4-native-routing-cidr",
+            Self::IpMasqAgent => "in the ip-masq-agent list",
+            Self::LinkLocal => "link-local",
+            Self::Multicast => "multicast or broadcast",
+        }
+    }
+}
+
+impl fmt::Display for ExcludedReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::OwnNode => "own-node",
+            Self::NodeInternalIp => "node-internal-ip",
+            Self::PodCidr => "pod-cidr",
+            Self::NativeRouting => "native-routing",
+            Self::IpMasqAgent => "ip-masq-agent",
+            Self::LinkLocal => "link-local",
+            Self::Multicast => "multicast",
+        })
+    }
 }
 
 /// A pod of this node as the datapath knows it.
@@ -63,8 +114,464 @@ pub struct DatapathSettings {
     pub port_min: u16,
     /// Last port that a pod flow may be given.
     pub port_max: u16,
-    /// Ports inside the range that are never given: NodePort range, `ip_local_reserved_ports`; inclusive pairs, sorted.
+    /// Ports that are never given: NodePort range, `ip_local_reserved_ports`. Inclusive pairs as [`merge_ports`] gives
+    /// them, so that what is read back from the kernel compares equal.
     pub ports_reserved: Vec<(u16, u16)>,
     /// TCP idle timeout of an established flow, in seconds; at least 7,260.
     pub tcp_idle_seconds: u32,
+}
+
+/// A device that carries both programs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttachmentEntry {
+    /// Name of the device, for people; the row's key is its index.
+    pub name: String,
+    /// Both directions run the programs of this agent. Always true in what is desired; false is observed where one is
+    /// missing, is of an agent before, or lost its device.
+    pub complete: bool,
+}
+
+/// Where excluded destinations come from.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ExclusionSources {
+    /// Addresses of this node, of every device.
+    pub own_addresses: BTreeSet<Ipv4Addr>,
+    /// `InternalIP` of the other nodes; empty where pods are to be masqueraded towards them.
+    pub node_internal_addresses: BTreeSet<Ipv4Addr>,
+    /// Pod CIDRs of all known nodes, this one included.
+    pub pod_cidrs: BTreeSet<Ipv4Net>,
+    /// `ipv4-native-routing-cidr`
+    pub native_routing: Option<Ipv4Net>,
+    /// The ip-masq-agent list in force; empty with `enable-ip-masq-agent: false`.
+    pub ip_masq_agent: Vec<Ipv4Net>,
+    /// `masqLinkLocal`: link-local destinations are masqueraded.
+    pub masquerade_link_local: bool,
+}
+
+const LINK_LOCAL: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(169, 254, 0, 0), 16);
+const MULTICAST: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(224, 0, 0, 0), 4);
+const BROADCAST: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::BROADCAST, 32);
+
+/// All excluded destinations with the reason that is shown for each: one source may name what another names too, and
+/// then the first in the order of [`ExcludedReason`] counts. Host bits are masked, since the kernel map would keep them
+/// and yet take two spellings of one prefix for the same.
+#[must_use]
+pub fn exclusions(sources: &ExclusionSources) -> BTreeMap<Ipv4Net, ExcludedReason> {
+    let host = |address: &Ipv4Addr| Ipv4Net::from(*address);
+    let named = sources
+        .own_addresses
+        .iter()
+        .map(|address| (host(address), ExcludedReason::OwnNode))
+        .chain(sources.node_internal_addresses.iter().map(|address| (host(address), ExcludedReason::NodeInternalIp)))
+        .chain(sources.pod_cidrs.iter().map(|prefix| (*prefix, ExcludedReason::PodCidr)))
+        .chain(sources.native_routing.iter().map(|prefix| (*prefix, ExcludedReason::NativeRouting)))
+        .chain(sources.ip_masq_agent.iter().map(|prefix| (*prefix, ExcludedReason::IpMasqAgent)))
+        .chain((!sources.masquerade_link_local).then_some((LINK_LOCAL, ExcludedReason::LinkLocal)))
+        .chain([(MULTICAST, ExcludedReason::Multicast), (BROADCAST, ExcludedReason::Multicast)]);
+    let mut rows = BTreeMap::new();
+    for (prefix, reason) in named {
+        rows.entry(prefix.trunc()).and_modify(|kept: &mut ExcludedReason| *kept = (*kept).min(reason)).or_insert(reason);
+    }
+    rows
+}
+
+/// Sorted, disjoint and non-adjacent inclusive ranges that cover the same ports. A pair whose ends are the wrong way
+/// round covers nothing.
+#[must_use]
+pub fn merge_ports(ranges: &[(u16, u16)]) -> Vec<(u16, u16)> {
+    let mut sorted: Vec<(u16, u16)> = ranges.iter().copied().filter(|(first, last)| first <= last).collect();
+    sorted.sort_unstable();
+    let mut merged: Vec<(u16, u16)> = Vec::with_capacity(sorted.len());
+    for (first, last) in sorted {
+        match merged.last_mut() {
+            Some((_, end)) if first <= end.saturating_add(1) => *end = (*end).max(last),
+            _ => merged.push((first, last)),
+        }
+    }
+    merged
+}
+
+/// A network device, as far as the choice of egress devices asks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LinkFacts {
+    /// `ifindex`
+    pub index: u32,
+    /// Its name.
+    pub name: String,
+    /// `IFLA_INFO_KIND`, such as `bridge`, `veth`, `dummy`; none for hardware.
+    pub kind: Option<String>,
+    /// Not down, administratively and by carrier.
+    pub up: bool,
+    /// `IFF_LOOPBACK`
+    pub loopback: bool,
+    /// Frames have an Ethernet header; without one the programs cannot find the IP header.
+    pub ethernet: bool,
+    /// The bond, bridge or team that it belongs to.
+    pub master: Option<u32>,
+}
+
+/// An IPv4 address of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AddressFacts {
+    /// The device.
+    pub index: u32,
+    /// The address.
+    pub address: Ipv4Addr,
+    /// Scope global (`RT_SCOPE_UNIVERSE`).
+    pub global: bool,
+    /// `IFA_F_SECONDARY`
+    pub secondary: bool,
+}
+
+/// A unicast IPv4 route of the main table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RouteFacts {
+    /// Where to.
+    pub destination: Ipv4Net,
+    /// By which device.
+    pub index: u32,
+    /// Through a gateway, rather than to the device's own neighbours.
+    pub gateway: bool,
+    /// `RTA_PREFSRC`
+    pub preferred_source: Option<Ipv4Addr>,
+}
+
+/// What egress devices are chosen from.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct DeviceFacts {
+    /// All devices.
+    pub links: Vec<LinkFacts>,
+    /// All IPv4 addresses.
+    pub addresses: Vec<AddressFacts>,
+    /// All unicast routes.
+    pub routes: Vec<RouteFacts>,
+}
+
+/// An egress device and why it is one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct SelectedDevice {
+    /// Its name.
+    pub name: String,
+    /// The address that pods leave under by it.
+    pub address: Option<Ipv4Addr>,
+    /// For people.
+    pub reason: String,
+}
+
+/// The egress devices, and for each other device why it is none.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct DeviceSelection {
+    /// By `ifindex`.
+    pub selected: BTreeMap<u32, SelectedDevice>,
+    /// By name.
+    pub left_out: BTreeMap<String, String>,
+}
+
+/// Names that container tools give to devices on the inside of a node.
+const INSIDE_PREFIXES: [&str; 8] = ["cst", "lxc", "cni", "docker", "cilium_", "virbr", "kube-", "nodelocaldns"];
+
+/// Chooses the egress devices (`masquerade` 4.2).
+///
+/// Where the setting `devices` names devices to take, it alone decides. Otherwise a device is chosen that a default route
+/// uses, or that has an address of its own and a route to outside `pod_cidrs`; a bridge needs a route through a gateway,
+/// since container tools make bridges with an address too.
+#[must_use]
+pub fn select_devices(
+    facts: &DeviceFacts,
+    devices: &DeviceSelector,
+    pod_cidrs: &BTreeSet<Ipv4Net>,
+) -> DeviceSelection {
+    let mut selection = DeviceSelection::default();
+    for link in &facts.links {
+        let detected = detect(link, facts, pod_cidrs);
+        let choice = match (devices.selects(&link.name, detected.is_ok()), devices.is_automatic()) {
+            (true, true) => detected,
+            (true, false) if link.ethernet && !link.loopback => Ok(format!("devices names it: {devices}")),
+            (true, false) => Err("has no Ethernet header".to_owned()),
+            (false, true) if detected.is_ok() => Err(format!("devices leaves it out: {devices}")),
+            (false, true) => detected,
+            (false, false) => Err(format!("devices does not name it: {devices}")),
+        };
+        match choice {
+            Ok(reason) => {
+                let address = device_address(link.index, facts);
+                selection.selected.insert(link.index, SelectedDevice { name: link.name.clone(), address, reason });
+            }
+            Err(reason) => {
+                selection.left_out.insert(link.name.clone(), reason);
+            }
+        }
+    }
+    selection
+}
+
+fn detect(link: &LinkFacts, facts: &DeviceFacts, pod_cidrs: &BTreeSet<Ipv4Net>) -> Result<String, String> {
+    if link.loopback {
+        return Err("loopback".to_owned());
+    }
+    if !link.ethernet {
+        return Err("has no Ethernet header".to_owned());
+    }
+    if let Some(prefix) = INSIDE_PREFIXES.iter().find(|prefix| link.name.starts_with(**prefix)) {
+        return Err(format!("its name says that it is inside the node: {prefix}"));
+    }
+    if link.kind.as_deref() == Some("dummy") {
+        return Err("a dummy device leads nowhere".to_owned());
+    }
+    if link.master.is_some() {
+        return Err("its bond, bridge or team device counts".to_owned());
+    }
+    if !link.up {
+        return Err("down".to_owned());
+    }
+    let inside = |route: &RouteFacts| pod_cidrs.iter().any(|prefix| prefix.contains(&route.destination));
+    let outside: Vec<&RouteFacts> =
+        facts.routes.iter().filter(|route| route.index == link.index && !inside(route)).collect();
+    if outside.iter().any(|route| route.destination.prefix_len() == 0) {
+        return Ok("a default route uses it".to_owned());
+    }
+    let through_gateway = outside.iter().find(|route| route.gateway);
+    if link.kind.as_deref() == Some("bridge") && through_gateway.is_none() {
+        return Err("a bridge without a route through a gateway".to_owned());
+    }
+    let has_address = facts.addresses.iter().any(|address| address.index == link.index && address.global);
+    match through_gateway.or_else(|| outside.iter().min_by_key(|route| route.destination)) {
+        Some(route) if has_address => Ok(format!("the route to {} uses it", route.destination)),
+        Some(_) => Err("has a route but no global address".to_owned()),
+        None => Err("no route to outside the pod CIDRs uses it".to_owned()),
+    }
+}
+
+/// The address that pods leave under by a device: the preferred source of its default route where that is on the
+/// device, else its lowest primary global address, else its lowest global one.
+#[must_use]
+pub fn device_address(index: u32, facts: &DeviceFacts) -> Option<Ipv4Addr> {
+    let global = || facts.addresses.iter().filter(|address| address.index == index && address.global);
+    let preferred = facts
+        .routes
+        .iter()
+        .filter(|route| route.index == index && route.destination.prefix_len() == 0)
+        .filter_map(|route| route.preferred_source)
+        .filter(|source| global().any(|address| address.address == *source))
+        .min();
+    preferred.or_else(|| global().min_by_key(|address| (address.secondary, address.address)).map(|address| address.address))
+}
+
+/// Why the datapath is not ready to serve with these devices; `None` when it is. Without an egress device nothing would
+/// be masqueraded, and nothing else would say so.
+#[must_use]
+pub fn not_ready(selection: &DeviceSelection, devices: &DeviceSelector) -> Option<String> {
+    if !selection.selected.is_empty() {
+        return None;
+    }
+    let seen: Vec<String> = selection.left_out.iter().map(|(name, reason)| format!("{name} ({reason})")).collect();
+    let seen = if seen.is_empty() { "none".to_owned() } else { seen.join(", ") };
+    Some(if devices.is_automatic() {
+        format!("no egress device: none was detected among {seen}; name one in devices")
+    } else {
+        format!("no egress device: devices is {devices}, and what exists is {seen}")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn net(text: &str) -> Ipv4Net {
+        text.parse().unwrap()
+    }
+
+    fn link(index: u32, name: &str, kind: Option<&str>) -> LinkFacts {
+        LinkFacts {
+            index,
+            name: name.to_owned(),
+            kind: kind.map(str::to_owned),
+            up: true,
+            loopback: name == "lo",
+            ethernet: name != "lo" && kind != Some("tun"),
+            master: None,
+        }
+    }
+
+    fn address(index: u32, address: [u8; 4]) -> AddressFacts {
+        AddressFacts { index, address: address.into(), global: true, secondary: false }
+    }
+
+    fn route(destination: &str, index: u32, gateway: bool) -> RouteFacts {
+        RouteFacts { destination: net(destination), index, gateway, preferred_source: None }
+    }
+
+    fn node() -> DeviceFacts {
+        DeviceFacts {
+            links: vec![
+                link(1, "lo", None),
+                link(2, "eth0", None),
+                link(3, "eth1", None),
+                link(4, "docker0", Some("bridge")),
+                link(5, "cst0123456789a", Some("veth")),
+                link(6, "tun0", Some("tun")),
+            ],
+            addresses: vec![
+                AddressFacts { global: false, ..address(1, [127, 0, 0, 1]) },
+                address(2, [172, 29, 8, 20]),
+                address(3, [45, 33, 7, 20]),
+                address(4, [172, 17, 0, 1]),
+            ],
+            routes: vec![
+                route("0.0.0.0/0", 2, true),
+                route("172.29.8.0/24", 2, false),
+                route("45.33.7.0/24", 3, false),
+                route("172.17.0.0/16", 4, false),
+                route("10.61.4.11/32", 5, false),
+            ],
+        }
+    }
+
+    fn selector(text: &str) -> DeviceSelector {
+        text.parse().unwrap()
+    }
+
+    fn automatic() -> DeviceSelector {
+        DeviceSelector::default()
+    }
+
+    fn names(selection: &DeviceSelection) -> Vec<&str> {
+        selection.selected.values().map(|device| device.name.as_str()).collect()
+    }
+
+    #[test]
+    fn uplinks_are_detected_and_inside_devices_are_not() {
+        let selection = select_devices(&node(), &automatic(), &[net("10.61.0.0/16")].into());
+        assert_eq!(names(&selection), ["eth0", "eth1"]);
+        assert_eq!(selection.selected[&2].address, Some(Ipv4Addr::new(172, 29, 8, 20)));
+        assert_eq!(selection.selected[&3].address, Some(Ipv4Addr::new(45, 33, 7, 20)));
+        for name in ["lo", "docker0", "cst0123456789a", "tun0"] {
+            assert!(selection.left_out.contains_key(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_bridge_is_an_uplink_when_the_way_out_leads_over_it() {
+        let mut facts = node();
+        facts.links[1] = link(2, "br0", Some("bridge"));
+        assert!(names(&select_devices(&facts, &automatic(), &BTreeSet::new())).contains(&"br0"));
+        facts.routes.remove(0);
+        assert!(!names(&select_devices(&facts, &automatic(), &BTreeSet::new())).contains(&"br0"));
+    }
+
+    #[test]
+    fn patterns_decide_alone() {
+        let named = |patterns: &[&str]| {
+            let selection = select_devices(&node(), &selector(&patterns.join(",")), &BTreeSet::new());
+            names(&selection).into_iter().map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!(named(&["eth+"]), ["eth0", "eth1"]);
+        assert_eq!(named(&["eth1"]), ["eth1"]);
+        assert_eq!(named(&["docker0", "eth1"]), ["eth1", "docker0"]);
+        assert_eq!(named(&["!eth1"]), ["eth0"], "the others are detected");
+        assert_eq!(named(&["!eth1", "eth+"]), ["eth0"], "the first match decides");
+        assert_eq!(named(&["eth"]), [""; 0], "without + a pattern is a whole name");
+        assert_eq!(named(&["tun+", "lo"]), [""; 0], "without an Ethernet header there is nothing to attach to");
+    }
+
+    #[test]
+    fn a_device_behind_another_does_not_count() {
+        let mut facts = node();
+        facts.links[1].master = Some(9);
+        facts.links[2].up = false;
+        assert!(select_devices(&facts, &automatic(), &BTreeSet::new()).selected.is_empty());
+    }
+
+    #[test]
+    fn the_address_is_the_preferred_source_or_the_lowest_primary() {
+        let mut facts = node();
+        facts.addresses.push(address(2, [172, 29, 8, 5]));
+        facts.addresses.push(AddressFacts { secondary: true, ..address(2, [172, 29, 8, 1]) });
+        assert_eq!(device_address(2, &facts), Some(Ipv4Addr::new(172, 29, 8, 5)));
+        facts.routes[0].preferred_source = Some(Ipv4Addr::new(172, 29, 8, 20));
+        assert_eq!(device_address(2, &facts), Some(Ipv4Addr::new(172, 29, 8, 20)));
+        facts.routes[0].preferred_source = Some(Ipv4Addr::new(8, 8, 8, 8));
+        assert_eq!(device_address(2, &facts), Some(Ipv4Addr::new(172, 29, 8, 5)), "not on the device");
+    }
+
+    #[test]
+    fn a_device_of_the_default_route_is_chosen_even_without_address() {
+        let mut facts = node();
+        facts.addresses.clear();
+        let selection = select_devices(&facts, &automatic(), &BTreeSet::new());
+        assert_eq!(names(&selection), ["eth0"]);
+        assert_eq!(selection.selected[&2].address, None);
+    }
+
+    // case: masquerade AT11
+    #[test]
+    fn without_a_device_the_datapath_is_not_ready_and_says_why() {
+        let patterns = selector("wlan+");
+        let selection = select_devices(&node(), &patterns, &BTreeSet::new());
+        let reason = not_ready(&selection, &patterns).unwrap();
+        assert!(reason.contains("wlan+") && reason.contains("eth0"), "{reason}");
+
+        let empty = DeviceFacts::default();
+        let reason = not_ready(&select_devices(&empty, &automatic(), &BTreeSet::new()), &automatic()).unwrap();
+        assert!(reason.contains("no egress device"), "{reason}");
+
+        assert_eq!(not_ready(&select_devices(&node(), &automatic(), &BTreeSet::new()), &automatic()), None);
+    }
+
+    #[test]
+    fn sources_are_merged_by_precedence_and_masked() {
+        let sources = ExclusionSources {
+            own_addresses: [Ipv4Addr::new(172, 29, 8, 20)].into(),
+            node_internal_addresses: [Ipv4Addr::new(172, 29, 8, 21), Ipv4Addr::new(172, 29, 8, 20)].into(),
+            pod_cidrs: [net("10.61.4.0/24")].into(),
+            native_routing: Some(net("10.61.0.0/16")),
+            ip_masq_agent: vec![net("10.0.0.0/8"), net("10.61.0.9/16"), net("169.254.0.0/16")],
+            masquerade_link_local: false,
+        };
+        let rows = exclusions(&sources);
+        assert_eq!(rows[&net("172.29.8.20/32")], ExcludedReason::OwnNode);
+        assert_eq!(rows[&net("172.29.8.21/32")], ExcludedReason::NodeInternalIp);
+        assert_eq!(rows[&net("10.61.4.0/24")], ExcludedReason::PodCidr);
+        assert_eq!(rows[&net("10.61.0.0/16")], ExcludedReason::NativeRouting, "host bits are masked, then it wins");
+        assert_eq!(rows[&net("10.0.0.0/8")], ExcludedReason::IpMasqAgent);
+        assert_eq!(rows[&net("169.254.0.0/16")], ExcludedReason::IpMasqAgent);
+        assert_eq!(rows[&net("224.0.0.0/4")], ExcludedReason::Multicast);
+        assert_eq!(rows[&net("255.255.255.255/32")], ExcludedReason::Multicast);
+        assert_eq!(rows.len(), 8);
+    }
+
+    #[test]
+    fn link_local_is_excluded_unless_it_is_asked_for() {
+        let mut sources = ExclusionSources::default();
+        assert_eq!(exclusions(&sources)[&LINK_LOCAL], ExcludedReason::LinkLocal);
+        sources.masquerade_link_local = true;
+        assert!(!exclusions(&sources).contains_key(&LINK_LOCAL));
+    }
+
+    #[test]
+    fn reasons_have_the_numbers_that_the_kernel_map_holds() {
+        for reason in ExcludedReason::ALL {
+            assert_eq!(ExcludedReason::from_number(reason as u8), Some(reason));
+        }
+        assert_eq!(ExcludedReason::from_number(0), None);
+        assert_eq!(ExcludedReason::OwnNode as u8, 1, "the programs know this one");
+    }
+
+    proptest! {
+        #[test]
+        fn merged_ports_cover_the_same_and_are_apart(ranges: Vec<(u16, u16)>) {
+            let merged = merge_ports(&ranges);
+            let covers = |ranges: &[(u16, u16)], port: u16| ranges.iter().any(|(first, last)| (*first..=*last).contains(&port));
+            for (first, last) in &ranges {
+                for port in [first.saturating_sub(1), *first, *last, last.saturating_add(1)] {
+                    prop_assert_eq!(covers(&ranges, port), covers(&merged, port));
+                }
+            }
+            for pair in merged.windows(2) {
+                prop_assert!(u32::from(pair[0].1) + 1 < u32::from(pair[1].0));
+            }
+            prop_assert_eq!(merge_ports(&merged), merged.clone());
+        }
+    }
 }

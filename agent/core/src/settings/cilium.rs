@@ -32,7 +32,7 @@ impl Accepted {
 
     fn in_words(&self) -> String {
         match self {
-            Self::Off => "off (`false`, `0`, `none`, `disabled`) or empty".to_owned(),
+            Self::Off => "`false` or empty".to_owned(),
             Self::Words([]) => "empty".to_owned(),
             Self::Words(words) => words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", "),
         }
@@ -114,8 +114,6 @@ const REFUSED: &[(&str, Accepted, &str)] = &[
     ("enable-high-scale-ipcache", Off, "there are no tunnels"),
     ("flannel-master-device", Words(&[]), "cistern-cni makes the pods' interfaces itself"),
     ("ipvlan-master-device", Words(&["undefined"]), "cistern-cni makes the pods' interfaces itself"),
-    ("clean-cilium-state", Off, "it would empty the datapath at each start; `cistern uninstall` removes state"),
-    ("clean-cilium-bpf-state", Off, "it would empty the datapath at each start; `cistern uninstall` removes state"),
 ];
 
 /// Keys whose lack has a consequence that a person should read, when they are not off.
@@ -124,6 +122,8 @@ const NOTED: &[(&str, &str)] = &[
     ("enable-lb-ipam", "LoadBalancer Services get no addresses"),
     ("remove-cilium-node-taints", "a node with the taint node.cilium.io/agent-not-ready keeps it"),
     ("bpf-map-dynamic-size-ratio", "maps are as large as bpf-nat-global-max says, whatever memory the node has"),
+    ("clean-cilium-state", "state is kept over restarts"),
+    ("clean-cilium-bpf-state", "state is kept over restarts"),
     ("kvstore", "state is kept in Kubernetes objects alone"),
     ("enable-bandwidth-manager", "limits on pods' bandwidth are not enforced"),
     (
@@ -256,7 +256,7 @@ pub(super) fn judge(keys: BTreeMap<String, Given>, warnings: &mut Vec<Warning>, 
         } else if is_off(&given.text) {
             // Nothing is missing.
         } else if let Some((_, consequence)) = NOTED.iter().find(|(name, _)| *name == key) {
-            let message = format!("{key}={} ({}) is not implemented: {consequence}", given.text, given.source);
+            let message = format!("{key}={} ({}) has no effect: {consequence}", given.text, given.source);
             warnings.push(Warning { keys: vec![key], message });
         } else if !REFUSED.iter().any(|(name, _, _)| *name == key) {
             // What is left of the keys in REFUSED asks for what Cistern does anyway.
@@ -264,7 +264,7 @@ pub(super) fn judge(keys: BTreeMap<String, Given>, warnings: &mut Vec<Warning>, 
         }
     }
     for (part, keys) in parts {
-        let message = format!("not implemented and without effect, {part}: {}", keys.join(", "));
+        let message = format!("Cilium's keys for {part} have no effect: {}", keys.join(", "));
         warnings.push(Warning { keys, message });
     }
 }

@@ -17,6 +17,8 @@
 mod cilium;
 mod layers;
 mod table;
+#[cfg(test)]
+mod tests;
 mod validate;
 mod value;
 
@@ -106,7 +108,7 @@ settings! {
     /// Where bpffs is mounted; everything of ours is pinned in `cistern` below it.
     "bpf-root" bpf_root: PathBuf = PathBuf::from("/sys/fs/bpf");
 
-    /// Kubeconfig file. Without it the service account of the pod counts, then `KUBECONFIG` and `~/.kube/config`.
+    /// Kubeconfig file. Without it the service account of the pod counts.
     "k8s-kubeconfig-path" kubeconfig_path: Option<PathBuf> = None;
     /// URL of the API server, for nodes that cannot reach the one of the service account or the kubeconfig.
     "k8s-api-server-urls" api_server: Option<ApiServerUrl> = None;
@@ -172,7 +174,7 @@ settings! {
     "derive-masq-ip-addr-from-device" derive_masq_ip_addr_from_device: Option<String> = None;
     /// Masquerade traffic from pods to other nodes' addresses.
     "enable-remote-node-masquerade" enable_remote_node_masquerade: bool = false;
-    /// Most flows that are masqueraded at one time; 1024 to 16777216. Changing it drops the entries of open flows.
+    /// Most flows that are masqueraded at one time; 1024 to 16777216.
     "bpf-nat-global-max" bpf_nat_global_max: u32 = 524_288;
     /// How long an open TCP flow may stay silent before its entry goes. Never under 7260 s: keep-alives first speak
     /// after 7200 s.
@@ -202,6 +204,12 @@ impl Settings {
     #[must_use]
     pub fn log_level(&self) -> LogLevel {
         if self.debug { LogLevel::Debug } else { self.log_options.level }
+    }
+
+    /// The URL of the API server, when it is not the one of the service account or the kubeconfig.
+    #[must_use]
+    pub fn api_server_url(&self) -> Option<&str> {
+        self.api_server.as_ref().map(ApiServerUrl::as_str)
     }
 
     /// The directory that everything of ours is pinned in.

@@ -6,7 +6,7 @@ use ipnet::Ipv4Net;
 use jiff::SignedDuration;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -216,6 +216,16 @@ pub enum IpamMode {
     ClusterPool,
 }
 
+impl IpamMode {
+    /// The value of the key `ipam`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::ClusterPool => "cluster-pool",
+        }
+    }
+}
+
 words!(IpamMode, "`cluster-pool`, the only mode that is implemented", {
     "cluster-pool" => IpamMode::ClusterPool,
 });
@@ -421,6 +431,20 @@ impl DeviceSelector {
     #[must_use]
     pub fn is_automatic(&self) -> bool {
         self.patterns.iter().all(|pattern| pattern.excludes)
+    }
+}
+
+impl fmt::Display for DeviceSelector {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.render())
+    }
+}
+
+impl std::str::FromStr for DeviceSelector {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::parse(text)
     }
 }
 

@@ -435,3 +435,6 @@ pub fn contested<'a>(
         .min()
         .map(|(node, own, other)| Contested { own: *own, node: node.to_owned(), other: *other })
 }
+
+#[cfg(test)]
+mod tests;

@@ -532,7 +532,7 @@ fn claim_text(index: u8) -> String {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
     fn laws_of_planning(events in events()) {

@@ -1,0 +1,99 @@
+//! The Internet checksum, changed by differences.
+//!
+//! RFC 1624 equation 3: `HC' = ~(~HC + ~m + m')` for a 16-bit word that goes from `m` to `m'`, in ones' complement
+//! arithmetic. Words are taken in network order; the sum does not depend on it as long as all use the same.
+
+/// The checksum field after a 16-bit word changed from `from` to `to`.
+#[inline(always)]
+#[must_use]
+pub const fn replace_word(checksum: [u8; 2], from: [u8; 2], to: [u8; 2]) -> [u8; 2] {
+    let sum = !u16::from_be_bytes(checksum) as u32 + !u16::from_be_bytes(from) as u32 + u16::from_be_bytes(to) as u32;
+    fold(sum)
+}
+
+/// The checksum field after an IPv4 address changed from `from` to `to`.
+#[inline(always)]
+#[must_use]
+pub const fn replace_address(checksum: [u8; 2], from: [u8; 4], to: [u8; 4]) -> [u8; 2] {
+    let sum = !u16::from_be_bytes(checksum) as u32
+        + !u16::from_be_bytes([from[0], from[1]]) as u32
+        + !u16::from_be_bytes([from[2], from[3]]) as u32
+        + u16::from_be_bytes([to[0], to[1]]) as u32
+        + u16::from_be_bytes([to[2], to[3]]) as u32;
+    fold(sum)
+}
+
+/// Folds the carries of at most five words back and complements. Two folds are enough: the first leaves at most
+/// 0xffff + 4.
+#[inline(always)]
+const fn fold(sum: u32) -> [u8; 2] {
+    let once = (sum & 0xffff) + (sum >> 16);
+    let twice = (once & 0xffff) + (once >> 16);
+    (!(twice as u16)).to_be_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{replace_address, replace_word};
+    use proptest::prelude::*;
+    use std::vec::Vec;
+
+    /// RFC 1071 over all bytes, with the checksum field zeroed by the caller.
+    fn whole(bytes: &[u8]) -> [u8; 2] {
+        let mut sum: u64 = bytes
+            .chunks(2)
+            .map(|pair| u64::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or(0)])))
+            .sum();
+        while sum > 0xffff {
+            sum = (sum & 0xffff) + (sum >> 16);
+        }
+        (!(sum as u16)).to_be_bytes()
+    }
+
+    /// Whether a receiver accepts: the sum over everything, the field included, is all ones.
+    fn accepted(bytes: &[u8]) -> bool {
+        whole(bytes) == [0, 0]
+    }
+
+    // case: masquerade CS5
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 200_000, ..ProptestConfig::default() })]
+        #[test]
+        fn differences_equal_recomputation(
+            mut packet in proptest::collection::vec(any::<u8>(), 20..64),
+            address: [u8; 4],
+            port: [u8; 2],
+        ) {
+            packet[10..12].fill(0);
+            let first = whole(&packet);
+            packet[10..12].copy_from_slice(&first);
+
+            let old_address: [u8; 4] = packet[12..16].try_into().unwrap();
+            let old_port: [u8; 2] = packet[16..18].try_into().unwrap();
+            let changed = replace_word(replace_address(first, old_address, address), old_port, port);
+            packet[12..16].copy_from_slice(&address);
+            packet[16..18].copy_from_slice(&port);
+            packet[10..12].copy_from_slice(&changed);
+            prop_assert!(accepted(&packet));
+
+            // Equal to recomputation too, but for the two forms of zero, which a receiver does not tell apart.
+            packet[10..12].fill(0);
+            let again = whole(&packet);
+            let equal = changed == again || [changed, again].iter().all(|sum| matches!(sum, [0, 0] | [0xff, 0xff]));
+            prop_assert!(equal, "{changed:?} against {again:?}");
+        }
+
+        #[test]
+        fn there_and_back_is_where_it_was(checksum: [u8; 2], from: [u8; 4], to: [u8; 4]) {
+            let back = replace_address(replace_address(checksum, from, to), to, from);
+            let zeros: Vec<[u8; 2]> = std::vec![[0, 0], [0xff, 0xff]];
+            prop_assert!(back == checksum || (zeros.contains(&back) && zeros.contains(&checksum)));
+        }
+    }
+
+    #[test]
+    fn the_example_of_rfc_1624() {
+        // Section 4: HC 0xdd2f, m 0x5555, m' 0x3285 gives 0x0000, where the formula of RFC 1141 gives 0xffff.
+        assert_eq!(replace_word([0xdd, 0x2f], [0x55, 0x55], [0x32, 0x85]), [0, 0]);
+    }
+}

@@ -1,0 +1,146 @@
+//! What the programs count, by kind.
+
+/// Index into the counter map. New kinds are added at the end: the indices are read by agents of other versions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u32)]
+pub enum Counter {
+    /// Egress: source rewritten to the node's address.
+    Translated = 0,
+    /// Ingress: destination rewritten back to the pod.
+    Reversed = 1,
+    /// A new flow got its entry.
+    FlowCreated = 2,
+    /// A flow was found in the reverse map after the cache had lost it.
+    CacheRefilled = 3,
+    /// Passed: destination excluded.
+    Excluded = 4,
+    /// Passed: answer to a flow that was opened from outside.
+    InboundReply = 5,
+    /// A flow opened from outside was recorded.
+    InboundCreated = 6,
+    /// Passed: the pod is never masqueraded.
+    PodExempt = 7,
+    /// Passed: the source is neither a pod of this node nor its address.
+    ForeignSource = 8,
+    /// Passed: the host's own flow.
+    HostFlow = 9,
+    /// The host's own flow was translated, because a pod flow held its port.
+    HostTranslated = 10,
+    /// Passed: it may belong to a flow that was opened before the policy changed.
+    PolicyWindow = 11,
+    /// Passed: FIN, RST or SYN+ACK without an entry, which never opens a flow.
+    NeverOpens = 12,
+    /// Passed: already translated on an upper device.
+    AlreadyTranslated = 13,
+    /// An entry was given up, because its address is no longer on this node.
+    StaleAddress = 14,
+    /// Passed: masquerading is switched off.
+    Disabled = 15,
+    /// Passed untouched: fragment.
+    Fragment = 16,
+    /// Passed untouched: ICMP error.
+    IcmpError = 17,
+    /// Passed untouched: echo reply of a pod or the host.
+    EchoReply = 18,
+    /// Passed untouched: ICMP of any other type.
+    IcmpOther = 19,
+    /// Passed untouched: protocol other than TCP, UDP and ICMP.
+    ProtocolOther = 20,
+    /// Passed untouched: IPv6.
+    Ipv6 = 21,
+    /// Passed untouched: VLAN tag; the VLAN device's own program sees the packet.
+    Vlan = 22,
+    /// Passed untouched: shorter than its headers say.
+    Malformed = 23,
+    /// Passed: the device has no address to leave under.
+    NoDeviceAddress = 24,
+    /// Dropped: every port that was tried is taken.
+    NoPort = 25,
+    /// Dropped: the reverse map is full.
+    MapFull = 26,
+    /// Dropped: the packet could not be rewritten completely.
+    RewriteFailed = 27,
+}
+
+impl Counter {
+    /// All kinds, by index.
+    pub const ALL: [Self; 28] = [
+        Self::Translated,
+        Self::Reversed,
+        Self::FlowCreated,
+        Self::CacheRefilled,
+        Self::Excluded,
+        Self::InboundReply,
+        Self::InboundCreated,
+        Self::PodExempt,
+        Self::ForeignSource,
+        Self::HostFlow,
+        Self::HostTranslated,
+        Self::PolicyWindow,
+        Self::NeverOpens,
+        Self::AlreadyTranslated,
+        Self::StaleAddress,
+        Self::Disabled,
+        Self::Fragment,
+        Self::IcmpError,
+        Self::EchoReply,
+        Self::IcmpOther,
+        Self::ProtocolOther,
+        Self::Ipv6,
+        Self::Vlan,
+        Self::Malformed,
+        Self::NoDeviceAddress,
+        Self::NoPort,
+        Self::MapFull,
+        Self::RewriteFailed,
+    ];
+
+    /// How the kind is called in metrics, JSON and tables.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Translated => "translated",
+            Self::Reversed => "reversed",
+            Self::FlowCreated => "flow-created",
+            Self::CacheRefilled => "cache-refilled",
+            Self::Excluded => "excluded",
+            Self::InboundReply => "inbound-reply",
+            Self::InboundCreated => "inbound-created",
+            Self::PodExempt => "pod-exempt",
+            Self::ForeignSource => "foreign-source",
+            Self::HostFlow => "host-flow",
+            Self::HostTranslated => "host-translated",
+            Self::PolicyWindow => "policy-window",
+            Self::NeverOpens => "never-opens",
+            Self::AlreadyTranslated => "already-translated",
+            Self::StaleAddress => "stale-address",
+            Self::Disabled => "disabled",
+            Self::Fragment => "fragment",
+            Self::IcmpError => "icmp-error",
+            Self::EchoReply => "echo-reply",
+            Self::IcmpOther => "icmp-other",
+            Self::ProtocolOther => "protocol-other",
+            Self::Ipv6 => "ipv6",
+            Self::Vlan => "vlan",
+            Self::Malformed => "malformed",
+            Self::NoDeviceAddress => "no-device-address",
+            Self::NoPort => "no-port",
+            Self::MapFull => "map-full",
+            Self::RewriteFailed => "rewrite-failed",
+        }
+    }
+
+    /// Whether the packet was dropped.
+    #[must_use]
+    pub const fn is_drop(self) -> bool {
+        matches!(self, Self::NoPort | Self::MapFull | Self::RewriteFailed)
+    }
+}
+
+const _: () = {
+    let mut index = 0;
+    while index < Counter::ALL.len() {
+        assert!(Counter::ALL[index] as usize == index, "the list is by index");
+        index += 1;
+    }
+};

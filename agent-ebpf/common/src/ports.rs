@@ -1,0 +1,202 @@
+//! In which order ports are tried for a flow.
+//!
+//! The source port comes first where it may be given. Then a keyed hash of the flow gives a start and an odd stride.
+//! The walk runs over the next power of two at or above the number of ports, where an odd stride reaches every place,
+//! and folds the places beyond the end back into the range. So all ports of the range are reachable, flows do not
+//! cluster, and who does not know the key cannot aim two flows at one port. The order depends on the flow, the key and
+//! the range alone, which is how a flow is found again that the cache has lost.
+
+use crate::abi::FlowKey;
+
+/// Ports tried for one packet: the source port, then sixteen of the walk.
+pub const TRIES: usize = 17;
+
+/// A range of ports, both ends included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PortRange {
+    /// First port.
+    pub first: u16,
+    /// Last port; a smaller one than `first` means `first` alone.
+    pub last: u16,
+}
+
+impl PortRange {
+    /// Echo identifiers: any 16-bit number.
+    pub const ANY: Self = Self { first: 0, last: u16::MAX };
+
+    /// Whether the port lies in the range.
+    #[inline(always)]
+    #[must_use]
+    pub const fn contains(self, port: u16) -> bool {
+        self.first <= port && port <= self.last
+    }
+}
+
+/// The walk over a range.
+#[derive(Debug, Clone, Copy)]
+pub struct PortWalk {
+    first: u32,
+    count: u32,
+    mask: u32,
+    position: u32,
+    stride: u32,
+}
+
+impl PortWalk {
+    /// Starts a walk where `hash` says.
+    #[inline(always)]
+    #[must_use]
+    pub const fn new(range: PortRange, hash: u64) -> Self {
+        let count = (range.last as u32).saturating_sub(range.first as u32) + 1;
+        Self {
+            first: range.first as u32,
+            count,
+            mask: count.next_power_of_two() - 1,
+            position: hash as u32,
+            stride: (hash >> 32) as u32 | 1,
+        }
+    }
+
+    /// The next port to try.
+    #[inline(always)]
+    pub const fn next_port(&mut self) -> u16 {
+        let place = self.position & self.mask;
+        self.position = self.position.wrapping_add(self.stride);
+        // The mask is below twice the count, so one subtraction folds.
+        let folded = if place >= self.count { place - self.count } else { place };
+        (self.first + folded) as u16
+    }
+}
+
+/// SipHash-1-3 of the flow (Aumasson and Bernstein, "SipHash: a fast short-input PRF"): its 16 bytes are two words.
+#[inline(always)]
+#[must_use]
+pub const fn flow_hash(key: [u64; 2], flow: &FlowKey) -> u64 {
+    let (s, d) = (flow.source, flow.destination);
+    let (sp, dp) = (flow.source_port, flow.destination_port);
+    let words = [
+        u64::from_le_bytes([s[0], s[1], s[2], s[3], d[0], d[1], d[2], d[3]]),
+        u64::from_le_bytes([sp[0], sp[1], dp[0], dp[1], flow.protocol, 0, 0, 0]),
+    ];
+    let mut state = Sip {
+        v0: key[0] ^ 0x736f_6d65_7073_6575,
+        v1: key[1] ^ 0x646f_7261_6e64_6f6d,
+        v2: key[0] ^ 0x6c79_6765_6e65_7261,
+        v3: key[1] ^ 0x7465_6462_7974_6573,
+    };
+    state.absorb(words[0]);
+    state.absorb(words[1]);
+    // The last word holds the rest of the bytes, none here, and the length in its top byte.
+    state.absorb(16 << 56);
+    state.v2 ^= 0xff;
+    state.round();
+    state.round();
+    state.round();
+    state.v0 ^ state.v1 ^ state.v2 ^ state.v3
+}
+
+struct Sip {
+    v0: u64,
+    v1: u64,
+    v2: u64,
+    v3: u64,
+}
+
+impl Sip {
+    #[inline(always)]
+    const fn absorb(&mut self, word: u64) {
+        self.v3 ^= word;
+        self.round();
+        self.v0 ^= word;
+    }
+
+    #[inline(always)]
+    const fn round(&mut self) {
+        self.v0 = self.v0.wrapping_add(self.v1);
+        self.v2 = self.v2.wrapping_add(self.v3);
+        self.v1 = self.v1.rotate_left(13) ^ self.v0;
+        self.v3 = self.v3.rotate_left(16) ^ self.v2;
+        self.v0 = self.v0.rotate_left(32);
+        self.v2 = self.v2.wrapping_add(self.v1);
+        self.v0 = self.v0.wrapping_add(self.v3);
+        self.v1 = self.v1.rotate_left(17) ^ self.v2;
+        self.v3 = self.v3.rotate_left(21) ^ self.v0;
+        self.v2 = self.v2.rotate_left(32);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::abi::{TCP, UDP};
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+    use std::hash::Hasher;
+
+    fn flow(source: u32, port: u16) -> FlowKey {
+        FlowKey {
+            source: source.to_be_bytes(),
+            destination: [45, 33, 7, 80],
+            source_port: port.to_be_bytes(),
+            destination_port: [1, 187],
+            protocol: TCP,
+            zero: [0; 3],
+        }
+    }
+
+    #[test]
+    fn the_hash_is_siphash_1_3() {
+        // The standard library's default hasher is SipHash-1-3 under the key 0.
+        for (source, port) in [(0, 0), (0x0a3d_040b, 41_000), (u32::MAX, u16::MAX)] {
+            let flow = flow(source, port);
+            let mut oracle = std::collections::hash_map::DefaultHasher::new();
+            oracle.write(&flow.source);
+            oracle.write(&flow.destination);
+            oracle.write(&flow.source_port);
+            oracle.write(&flow.destination_port);
+            oracle.write(&[flow.protocol, 0, 0, 0]);
+            assert_eq!(flow_hash([0, 0], &flow), oracle.finish());
+        }
+    }
+
+    #[test]
+    fn the_key_and_every_field_count() {
+        let one = flow(1, 2);
+        let mut other = one;
+        other.protocol = UDP;
+        let hashes: BTreeSet<u64> = [
+            flow_hash([1, 2], &one),
+            flow_hash([2, 2], &one),
+            flow_hash([1, 3], &one),
+            flow_hash([1, 2], &other),
+            flow_hash([1, 2], &one.answer()),
+        ]
+        .into_iter()
+        .collect();
+        assert_eq!(hashes.len(), 5);
+    }
+
+    proptest! {
+        #[test]
+        fn every_port_is_reached_and_none_outside(first: u16, length in 0_u16..2_000, hash: u64) {
+            let range = PortRange { first, last: first.saturating_add(length) };
+            let mut walk = PortWalk::new(range, hash);
+            let all: BTreeSet<u16> = (0..2 * (u32::from(length) + 1)).map(|_| walk.next_port()).collect();
+            let expected: BTreeSet<u16> = (range.first..=range.last).collect();
+            prop_assert_eq!(all, expected);
+        }
+    }
+
+    #[test]
+    fn the_whole_range_is_walked_without_a_repeat() {
+        let mut walk = PortWalk::new(PortRange::ANY, 0x1234_5678_9abc_def0);
+        let all: BTreeSet<u16> = (0..=u32::from(u16::MAX)).map(|_| walk.next_port()).collect();
+        assert_eq!(all.len(), 65_536);
+    }
+
+    #[test]
+    fn a_range_of_one_port_gives_it() {
+        let mut walk = PortWalk::new(PortRange { first: 2_000, last: 2_000 }, u64::MAX);
+        assert_eq!((walk.next_port(), walk.next_port()), (2_000, 2_000));
+    }
+}

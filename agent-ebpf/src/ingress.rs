@@ -1,0 +1,118 @@
+//! Packets that come in by an egress device.
+//!
+//! An answer to a translated flow gets the pod back as its destination. A packet that opens a flow towards a pod is
+//! remembered, so that the pod's answer leaves with the pod's own address. Everything else belongs to the host.
+
+use aya_ebpf::bindings::{BPF_ANY, tcx_action_base::{TCX_DROP, TCX_NEXT}};
+use aya_ebpf::macros::classifier;
+use aya_ebpf::programs::TcContext;
+use cistern_ebpf_common::abi::{
+    DeviceKey, EndpointKey, FlowKey, ICMP, InboundValue, RevKey, TCP, seen,
+};
+use cistern_ebpf_common::counter::Counter;
+use cistern_ebpf_common::header::tcp_opens;
+
+use crate::egress::excluded;
+use crate::maps::{DEVICES, ENDPOINTS, FWD, INBOUND, REV, SETTINGS};
+use crate::nat;
+use crate::packet::{self, Packet, Parsed};
+use crate::report::count;
+
+#[classifier]
+pub fn cistern_ingress(ctx: TcContext) -> i32 {
+    let mut packet = match packet::parse(&ctx) {
+        Parsed::Flow(packet) => packet,
+        Parsed::Untouched(kind) => {
+            count(kind);
+            return TCX_NEXT;
+        }
+        Parsed::Foreign => return TCX_NEXT,
+    };
+    let flow = packet.flow;
+    // An echo request from outside answers nothing, and the pod's reply to it passes untouched.
+    if flow.protocol == ICMP && !packet.echo_reply {
+        return TCX_NEXT;
+    }
+    let now = nat::now();
+    let key = RevKey {
+        remote: flow.source,
+        external: flow.destination,
+        remote_port: flow.source_port,
+        external_port: flow.destination_port,
+        protocol: flow.protocol,
+        zero: [0; 3],
+    };
+    if let Some(entry) = REV.get_ptr_mut(key) {
+        // SAFETY: valid until the program ends; see `nat::owned` for slots that are given away.
+        let entry = unsafe { &mut *entry };
+        nat::touch_received(entry, nat::seen_of(&flow, packet.flags), now);
+        let (origin, port) = (entry.origin, entry.origin_port);
+        if origin == key.external && port == key.external_port {
+            return TCX_NEXT;
+        }
+        if packet.set_destination(&ctx, origin, port).is_err() {
+            count(Counter::RewriteFailed);
+            return TCX_DROP;
+        }
+        count(Counter::Reversed);
+        return TCX_NEXT;
+    }
+    if flow.protocol != ICMP {
+        remember(&ctx, &packet, now);
+    }
+    TCX_NEXT
+}
+
+/// Keeps the inbound table: an entry is made for a TCP SYN, or for UDP, towards a pod of this node, unless the pod
+/// itself opened a flow between the same ends, whose late packets must not look like an opening. Remote ends that are
+/// excluded need none, since answers to them keep the pod's address anyway.
+#[inline(always)]
+fn remember(ctx: &TcContext, packet: &Packet, now: u32) {
+    let flow = &packet.flow;
+    // SAFETY: only asked whether it is there.
+    if unsafe { ENDPOINTS.get(EndpointKey { address: flow.destination }) }.is_none() {
+        return;
+    }
+    let answer = flow.answer();
+    let opens = flow.protocol == TCP && tcp_opens(packet.flags);
+    if let Some(value) = INBOUND.get_ptr_mut(answer) {
+        // SAFETY: valid until the program ends; a slot that the LRU gives away gets one wrong time stamp.
+        let value = unsafe { &mut *value };
+        if opens {
+            value.received = seen::ANY;
+            value.sent = 0;
+        } else {
+            value.received |= nat::seen_of(flow, packet.flags);
+        }
+        if value.last_seen != now {
+            value.last_seen = now;
+        }
+        return;
+    }
+    if (flow.protocol == TCP && !opens) || excluded(flow.source).is_some() || translated(ctx, &answer) {
+        return;
+    }
+    let value = InboundValue {
+        last_seen: now,
+        created: now,
+        ifindex: packet::ifindex(ctx),
+        sent: 0,
+        received: seen::ANY,
+        zero: [0; 2],
+    };
+    if INBOUND.insert(answer, value, u64::from(BPF_ANY)).is_ok() {
+        count(Counter::InboundCreated);
+    }
+}
+
+/// Whether the pod's flow is a translated one.
+#[inline(always)]
+fn translated(ctx: &TcContext, flow: &FlowKey) -> bool {
+    if FWD.get_ptr(flow).is_some() {
+        return true;
+    }
+    // SAFETY: a four-byte value that user space writes whole.
+    let Some(device) = (unsafe { DEVICES.get(DeviceKey { ifindex: packet::ifindex(ctx) }) }) else { return false };
+    let address = device.address;
+    SETTINGS.get(0).is_some_and(|settings| nat::find(settings, flow, address).is_some())
+}

@@ -1,0 +1,256 @@
+//! Finding, making and keeping the entries of translated flows.
+//!
+//! The reverse map is the authority: to own a port is to have its entry there, made with "must not exist", which is one
+//! atomic step and needs no lock. The forward cache only spares the search.
+
+use aya_ebpf::bindings::{BPF_ANY, BPF_NOEXIST, bpf_sock_tuple};
+use aya_ebpf::helpers::{bpf_ktime_get_coarse_ns, bpf_sk_lookup_udp, bpf_sk_release, bpf_skc_lookup_tcp};
+use aya_ebpf::programs::TcContext;
+use cistern_ebpf_common::abi::{
+    Address, FlowKey, FwdValue, ICMP, OWNER_POD, Port, RevKey, RevValue, SettingsValue, TCP, seen,
+};
+use cistern_ebpf_common::header::{tcp_opens, tcp_seen};
+use cistern_ebpf_common::ports::{self, PortRange, PortWalk, flow_hash};
+
+use crate::maps::{FWD, PORTS, REV, TRIES};
+
+const EEXIST: i32 = -17;
+
+/// Seconds of the monotonic clock. The coarse clock costs a fraction of the fine one, and is exact to a few
+/// milliseconds.
+#[inline(always)]
+pub(crate) fn now() -> u32 {
+    // SAFETY: takes nothing and returns a number.
+    (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32
+}
+
+/// Whether fewer than `window` seconds have passed since `since`, which is 0 for "never".
+#[inline(always)]
+pub(crate) fn within(since: u32, window: u32, now: u32) -> bool {
+    since != 0 && now.saturating_sub(since) < window
+}
+
+/// Bits that an entry remembers of a packet.
+#[inline(always)]
+pub(crate) fn seen_of(flow: &FlowKey, flags: u8) -> u8 {
+    if flow.protocol == TCP { tcp_seen(flags) } else { seen::ANY }
+}
+
+/// Why a flow got no entry.
+#[derive(Clone, Copy)]
+pub(crate) enum Refused {
+    /// All ports tried are taken.
+    NoPort,
+    /// The reverse map is full.
+    MapFull,
+}
+
+/// Whether the port is never given.
+#[inline(always)]
+pub(crate) fn reserved(port: u16) -> bool {
+    PORTS.get(u32::from(port >> 6)).is_none_or(|word| word.reserved >> (port & 63) & 1 != 0)
+}
+
+/// The ports that a flow of this protocol may be given.
+#[inline(always)]
+pub(crate) fn range(settings: &SettingsValue, protocol: u8) -> PortRange {
+    if protocol == ICMP {
+        PortRange::ANY
+    } else {
+        PortRange { first: settings.port_first, last: settings.port_last }
+    }
+}
+
+/// Whether a flow of this protocol may be given the port.
+#[inline(always)]
+pub(crate) fn givable(settings: &SettingsValue, protocol: u8, port: u16) -> bool {
+    range(settings, protocol).contains(port) && (protocol == ICMP || !reserved(port))
+}
+
+/// Records a packet that the flow's own end sent. A TCP SYN starts the entry's life anew.
+#[inline(always)]
+pub(crate) fn touch_sent(value: &mut RevValue, flow: &FlowKey, flags: u8, now: u32) {
+    if flow.protocol == TCP && tcp_opens(flags) {
+        value.sent = seen::ANY;
+        value.received = 0;
+    } else {
+        let bits = value.sent | seen_of(flow, flags);
+        if bits != value.sent {
+            value.sent = bits;
+        }
+    }
+    if value.last_seen != now {
+        value.last_seen = now;
+    }
+}
+
+/// Records a packet of the remote end.
+#[inline(always)]
+pub(crate) fn touch_received(value: &mut RevValue, bits: u8, now: u32) {
+    let bits = value.received | bits;
+    if bits != value.received {
+        value.received = bits;
+    }
+    if value.last_seen != now {
+        value.last_seen = now;
+    }
+}
+
+/// The entry under `key`, if it is that of `flow`.
+#[inline(always)]
+pub(crate) fn owned(key: &RevKey, flow: &FlowKey) -> Option<&'static mut RevValue> {
+    let value = REV.get_ptr_mut(key)?;
+    // SAFETY: the pointer is valid until the program ends. The entry's slot may be given to another flow meanwhile, by
+    // the collector only, which takes entries long idle; then one time stamp of that flow is wrong by a packet.
+    let value = unsafe { &mut *value };
+    (value.origin == flow.source && value.origin_port == flow.source_port).then_some(value)
+}
+
+/// The port of try number `attempt`: the source port, then the walk.
+#[inline(always)]
+fn port_of(attempt: usize, flow: &FlowKey, walk: &mut PortWalk) -> u16 {
+    if attempt == 0 { u16::from_be_bytes(flow.source_port) } else { walk.next_port() }
+}
+
+/// Looks for the entry of a flow that the cache has lost, as far as any allocation ever went.
+#[inline(always)]
+pub(crate) fn find(settings: &SettingsValue, flow: &FlowKey, external: Address) -> Option<(Port, &'static mut RevValue)> {
+    let tries = TRIES.get(0)?;
+    let mut walk = PortWalk::new(range(settings, flow.protocol), flow_hash(settings.hash_key, flow));
+    for attempt in 0..ports::TRIES {
+        let port = port_of(attempt, flow, &mut walk).to_be_bytes();
+        if tries.used[attempt] == 0 {
+            continue;
+        }
+        if let Some(value) = owned(&flow.outside(external, port), flow) {
+            return Some((port, value));
+        }
+    }
+    None
+}
+
+/// Puts a flow into the cache. That this fails is no harm: the next packet searches.
+#[inline(always)]
+pub(crate) fn cache(flow: &FlowKey, external: Address, external_port: Port, now: u32) {
+    let value = FwdValue { external, external_port, zero: [0; 2], checked: now };
+    let _ = FWD.insert(flow, &value, u64::from(BPF_ANY));
+}
+
+/// Gives a flow a port, which is its own where that is free and may be given.
+#[inline(always)]
+pub(crate) fn allocate(
+    ctx: &TcContext,
+    settings: &SettingsValue,
+    flow: &FlowKey,
+    external: Address,
+    owner: u8,
+    now: u32,
+) -> Result<Port, Refused> {
+    let value = RevValue {
+        origin: flow.source,
+        origin_port: flow.source_port,
+        sent: seen::ANY,
+        received: 0,
+        last_seen: now,
+        created: now,
+        ifindex: crate::packet::ifindex(ctx),
+        owner,
+        zero: [0; 3],
+    };
+    let mut walk = PortWalk::new(range(settings, flow.protocol), flow_hash(settings.hash_key, flow));
+    for attempt in 0..ports::TRIES {
+        let port = port_of(attempt, flow, &mut walk);
+        if !givable(settings, flow.protocol, port) {
+            continue;
+        }
+        let port = port.to_be_bytes();
+        let key = flow.outside(external, port);
+        if owner == OWNER_POD && used_by_host(ctx, &key) {
+            continue;
+        }
+        match REV.insert(&key, &value, u64::from(BPF_NOEXIST)) {
+            Ok(()) => {
+                mark_try(attempt);
+                return Ok(port);
+            }
+            Err(EEXIST) => {
+                // Another CPU may have been faster with a packet of this same flow.
+                if owned(&key, flow).is_some() {
+                    return Ok(port);
+                }
+            }
+            Err(_) => return Err(Refused::MapFull),
+        }
+    }
+    Err(Refused::NoPort)
+}
+
+/// Remembers that this try gave a port.
+#[inline(always)]
+pub(crate) fn mark_try(attempt: usize) {
+    if let Some(tries) = TRIES.get_ptr_mut(0)
+        && attempt < ports::TRIES
+    {
+        // SAFETY: the one slot of an array map; bytes are only ever set to 1.
+        unsafe {
+            if (*tries).used[attempt] == 0 {
+                (*tries).used[attempt] = 1;
+            }
+        }
+    }
+}
+
+/// Whether a socket of the node listens on this outside end, or has it towards this remote end.
+#[inline(always)]
+fn used_by_host(ctx: &TcContext, key: &RevKey) -> bool {
+    if key.protocol == ICMP {
+        return false;
+    }
+    // The answer's ends, since it is the answer that the socket would take.
+    let mut tuple = SocketTuple {
+        source: key.remote,
+        destination: key.external,
+        source_port: key.remote_port,
+        destination_port: key.external_port,
+    };
+    let tuple_pointer = core::ptr::from_mut(&mut tuple).cast::<bpf_sock_tuple>();
+    let size = size_of::<SocketTuple>() as u32;
+    // SAFETY: the tuple is initialised and as long as said; -1 is the namespace of the device. A socket that is found
+    // is released before anything else happens, as the verifier demands.
+    unsafe {
+        let context = ctx.skb.skb.cast();
+        let socket = if key.protocol == TCP {
+            bpf_skc_lookup_tcp(context, tuple_pointer, size, CURRENT_NETNS, 0)
+        } else {
+            bpf_sk_lookup_udp(context, tuple_pointer, size, CURRENT_NETNS, 0)
+        };
+        if socket.is_null() {
+            return false;
+        }
+        bpf_sk_release(socket.cast());
+        true
+    }
+}
+
+/// `BPF_F_CURRENT_NETNS`
+const CURRENT_NETNS: u64 = u64::MAX;
+
+/// The IPv4 half of the kernel's `struct bpf_sock_tuple`; its union is as long as the IPv6 half, and the helper takes
+/// the family from the length.
+#[repr(C)]
+struct SocketTuple {
+    source: Address,
+    destination: Address,
+    source_port: Port,
+    destination_port: Port,
+}
+
+/// Removes a flow from cache and reverse map.
+#[inline(always)]
+pub(crate) fn forget(flow: &FlowKey, external: Address, external_port: Port) {
+    let key = flow.outside(external, external_port);
+    if owned(&key, flow).is_some() {
+        let _ = REV.remove(&key);
+    }
+    let _ = FWD.remove(flow);
+}

@@ -1,0 +1,168 @@
+//! Reading the headers of a packet, and rewriting them.
+
+use aya_ebpf::bindings::{BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR};
+use aya_ebpf::programs::TcContext;
+use cistern_ebpf_common::abi::{Address, FlowKey, ICMP, Port, TCP, UDP};
+use cistern_ebpf_common::counter::Counter;
+use cistern_ebpf_common::header::{
+    ETHERNET_LENGTH, ETHERTYPE_IPV4, ETHERTYPE_IPV6, ICMP_CHECKSUM, ICMP_ECHO_REPLY, ICMP_ECHO_REQUEST,
+    ICMP_IDENTIFIER, IPV4_CHECKSUM, Ipv4Header, TCP_CHECKSUM, UDP_CHECKSUM, icmp_is_error,
+};
+
+/// A TCP, UDP or echo packet that is not a fragment.
+pub(crate) struct Packet {
+    header: Ipv4Header,
+    /// Where the transport header starts.
+    transport: usize,
+    /// The ends, as the packet has them. Of an echo request the identifier is the source port, of a reply it is the
+    /// destination port.
+    pub(crate) flow: FlowKey,
+    /// TCP flags; 0 for the others.
+    pub(crate) flags: u8,
+    /// An ICMP echo reply.
+    pub(crate) echo_reply: bool,
+}
+
+/// What a packet is to the programs.
+pub(crate) enum Parsed {
+    /// One to decide about.
+    Flow(Packet),
+    /// Not handled, and counted as this.
+    Untouched(Counter),
+    /// Neither IPv4 nor IPv6.
+    Foreign,
+}
+
+/// Fields of the socket buffer that no accessor gives.
+#[inline(always)]
+pub(crate) fn ifindex(ctx: &TcContext) -> u32 {
+    // SAFETY: the kernel hands a valid context to the program, and the verifier knows the field.
+    unsafe { (*ctx.skb.skb).ifindex }
+}
+
+/// The mark of the packet.
+#[inline(always)]
+pub(crate) fn mark(ctx: &TcContext) -> u32 {
+    // SAFETY: as above.
+    unsafe { (*ctx.skb.skb).mark }
+}
+
+/// Reads the headers.
+#[inline(always)]
+pub(crate) fn parse(ctx: &TcContext) -> Parsed {
+    // SAFETY: as above.
+    let (protocol, vlan) = unsafe { ((*ctx.skb.skb).protocol as u16, (*ctx.skb.skb).vlan_present) };
+    match u16::from_be(protocol) {
+        ETHERTYPE_IPV4 => {}
+        ETHERTYPE_IPV6 => return Parsed::Untouched(Counter::Ipv6),
+        _ => return Parsed::Foreign,
+    }
+    if vlan != 0 {
+        return Parsed::Untouched(Counter::Vlan);
+    }
+    let Ok(header) = ctx.load::<Ipv4Header>(ETHERNET_LENGTH) else {
+        return Parsed::Untouched(Counter::Malformed);
+    };
+    let Some(length) = header.length() else { return Parsed::Untouched(Counter::Malformed) };
+    if header.is_fragment() {
+        return Parsed::Untouched(Counter::Fragment);
+    }
+    let transport = ETHERNET_LENGTH + length;
+    let mut flow = FlowKey {
+        source: header.source(),
+        destination: header.destination(),
+        source_port: [0; 2],
+        destination_port: [0; 2],
+        protocol: header.protocol(),
+        zero: [0; 3],
+    };
+    let mut flags = 0;
+    let mut echo_reply = false;
+    match flow.protocol {
+        TCP => {
+            let Ok(tcp) = ctx.load::<[u8; 14]>(transport) else { return Parsed::Untouched(Counter::Malformed) };
+            flow.source_port = [tcp[0], tcp[1]];
+            flow.destination_port = [tcp[2], tcp[3]];
+            flags = tcp[13];
+        }
+        UDP => {
+            let Ok(udp) = ctx.load::<[u8; 4]>(transport) else { return Parsed::Untouched(Counter::Malformed) };
+            flow.source_port = [udp[0], udp[1]];
+            flow.destination_port = [udp[2], udp[3]];
+        }
+        ICMP => {
+            let Ok(icmp) = ctx.load::<[u8; 6]>(transport) else { return Parsed::Untouched(Counter::Malformed) };
+            match icmp[0] {
+                ICMP_ECHO_REQUEST => flow.source_port = [icmp[4], icmp[5]],
+                ICMP_ECHO_REPLY => {
+                    flow.destination_port = [icmp[4], icmp[5]];
+                    echo_reply = true;
+                }
+                kind if icmp_is_error(kind) => return Parsed::Untouched(Counter::IcmpError),
+                _ => return Parsed::Untouched(Counter::IcmpOther),
+            }
+        }
+        _ => return Parsed::Untouched(Counter::ProtocolOther),
+    }
+    Parsed::Flow(Packet { header, transport, flow, flags, echo_reply })
+}
+
+impl Packet {
+    /// Gives the packet another source. After an error it may be half changed, and must not go on.
+    #[inline(always)]
+    pub(crate) fn set_source(&mut self, ctx: &TcContext, address: Address, port: Port) -> Result<(), i64> {
+        let (from, from_port) = (self.flow.source, self.flow.source_port);
+        self.header.set_source(address);
+        let offset = if self.flow.protocol == ICMP { ICMP_IDENTIFIER } else { 0 };
+        self.write(ctx, (from, address), (from_port, port), offset)
+    }
+
+    /// Gives the packet another destination. After an error it may be half changed, and must not go on.
+    #[inline(always)]
+    pub(crate) fn set_destination(&mut self, ctx: &TcContext, address: Address, port: Port) -> Result<(), i64> {
+        let (from, from_port) = (self.flow.destination, self.flow.destination_port);
+        self.header.set_destination(address);
+        let offset = if self.flow.protocol == ICMP { ICMP_IDENTIFIER } else { 2 };
+        self.write(ctx, (from, address), (from_port, port), offset)
+    }
+
+    /// Writes the addresses of `self.header`, the changed port, and what both change in the transport checksum.
+    ///
+    /// The helper corrects a checksum that is left to the device (`CHECKSUM_PARTIAL`) as far as it is there, which is
+    /// the pseudo-header: hence the flag for addresses, which are in it, and not for ports, which are not. ICMP has no
+    /// pseudo-header. A UDP checksum of 0 says "none" and stays so.
+    #[inline(always)]
+    fn write(
+        &self,
+        ctx: &TcContext,
+        address: (Address, Address),
+        port: (Port, Port),
+        port_offset: usize,
+    ) -> Result<(), i64> {
+        ctx.store(ETHERNET_LENGTH + IPV4_CHECKSUM, &self.header.rewritten(), 0)?;
+        let (offset, flags) = match self.flow.protocol {
+            TCP => (TCP_CHECKSUM, 0),
+            UDP => (UDP_CHECKSUM, u64::from(BPF_F_MARK_MANGLED_0)),
+            _ => (ICMP_CHECKSUM, 0),
+        };
+        let checksum = self.transport + offset;
+        if self.flow.protocol != ICMP {
+            ctx.l4_csum_replace(
+                checksum,
+                u64::from(u32::from_ne_bytes(address.0)),
+                u64::from(u32::from_ne_bytes(address.1)),
+                u64::from(BPF_F_PSEUDO_HDR) | flags | 4,
+            )?;
+        }
+        if port.0 != port.1 {
+            ctx.store(self.transport + port_offset, &port.1, 0)?;
+            ctx.l4_csum_replace(
+                checksum,
+                u64::from(u16::from_ne_bytes(port.0)),
+                u64::from(u16::from_ne_bytes(port.1)),
+                flags | 2,
+            )?;
+        }
+        Ok(())
+    }
+}
