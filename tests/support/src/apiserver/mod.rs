@@ -365,11 +365,8 @@ impl ApiServer {
     pub fn patch(&self, kind: &str, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiError> {
         let mut state = self.shared.lock();
         let resource = find_named(&state, kind)?;
-        let mut place = Place {
-            namespace: namespace_for(&resource, namespace),
-            name: name.to_owned(),
-            subresource: String::new(),
-        };
+        let mut place =
+            Place { namespace: namespace_for(&resource, namespace), name: name.to_owned(), subresource: String::new() };
         let options = WriteOptions { manager: TEST_MANAGER.to_owned(), ..WriteOptions::default() };
         let mut patched = state.patch(&resource, &place, PatchKind::Merge, patch, &options);
         if patched.is_ok() && resource.status_subresource && patch.get("status").is_some() {

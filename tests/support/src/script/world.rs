@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use cistern::app::agent_role::Shared;
 use cistern::app::operator;
 use cistern::app::operator_role::{self, Operator};
-use cistern::app::agent_role::Shared;
 use cistern::clock::Clock;
 use cistern_core::settings::{Command, Directory, Layers, Settings};
 use serde_json::Value;
@@ -102,8 +102,11 @@ impl World {
 
     /// Settings as `cistern` itself reads them from a mounted ConfigMap.
     fn settings(&self, node: &str, yaml: &str, command: Command) -> Result<Settings, String> {
-        let keys: BTreeMap<String, Value> =
-            if yaml.trim().is_empty() { BTreeMap::new() } else { serde_saphyr::from_str(yaml).map_err(|error| error.to_string())? };
+        let keys: BTreeMap<String, Value> = if yaml.trim().is_empty() {
+            BTreeMap::new()
+        } else {
+            serde_saphyr::from_str(yaml).map_err(|error| error.to_string())?
+        };
         let directory = keys.into_iter().map(|(key, value)| (key, plain_text(&value))).collect();
         let directory = Directory { path: "the script".to_owned(), files: directory };
         let layers = Layers { directory: Some(directory), hostname: node.to_owned(), ..Layers::default() };
