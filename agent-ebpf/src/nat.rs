@@ -54,11 +54,7 @@ pub(crate) fn reserved(port: u16) -> bool {
 /// The ports that a flow of this protocol may be given.
 #[inline(always)]
 pub(crate) fn range(settings: &SettingsValue, protocol: u8) -> PortRange {
-    if protocol == ICMP {
-        PortRange::ANY
-    } else {
-        PortRange { first: settings.port_first, last: settings.port_last }
-    }
+    if protocol == ICMP { PortRange::ANY } else { PortRange { first: settings.port_first, last: settings.port_last } }
 }
 
 /// Whether a flow of this protocol may be given the port.
@@ -114,7 +110,11 @@ fn port_of(attempt: usize, flow: &FlowKey, walk: &mut PortWalk) -> u16 {
 
 /// Looks for the entry of a flow that the cache has lost, as far as any allocation ever went.
 #[inline(always)]
-pub(crate) fn find(settings: &SettingsValue, flow: &FlowKey, external: Address) -> Option<(Port, &'static mut RevValue)> {
+pub(crate) fn find(
+    settings: &SettingsValue,
+    flow: &FlowKey,
+    external: Address,
+) -> Option<(Port, &'static mut RevValue)> {
     let tries = TRIES.get(0)?;
     let mut walk = PortWalk::new(range(settings, flow.protocol), flow_hash(settings.hash_key, flow));
     for attempt in 0..ports::TRIES {

@@ -2,7 +2,7 @@
 
 pub mod api;
 pub mod app;
-//pub mod cli;
+pub mod cli;
 pub mod clock;
 pub mod cni;
 pub mod controllers;

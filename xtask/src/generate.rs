@@ -1,31 +1,35 @@
 //! Files that are derived from code, and the proof that they are up to date.
 //!
-//! A generator is a program of ours that prints or writes; what it makes is committed, so that a reader sees it and a
-//! review shows how it changes.
+//! What is made is committed, so that a reader sees it and a review shows how it changes.
+
+mod maps;
 
 use crate::process;
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
-/// A program of ours that makes text.
-struct Generator {
-    /// Arguments of `cargo run --quiet`.
-    program: &'static [&'static str],
-    output: Output,
+/// Where text comes from, and where it goes.
+enum Generator {
+    /// A program of ours, run with a folder as its last argument, writes files that belong into `folder`.
+    Folder { program: &'static [&'static str], folder: &'static str },
+    /// A program of ours prints what `file` holds.
+    File { program: &'static [&'static str], file: &'static str },
+    /// A function gives what stands in `file` between `<!-- generated: NAME -->` and `<!-- /generated -->`.
+    Region { make: fn(&Workspace) -> Result<String>, file: &'static str, name: &'static str },
 }
 
-/// Where a generator's text goes.
-enum Output {
-    /// It takes a folder as its last argument and writes files there; they belong into this folder.
-    Folder(&'static str),
-    /// It prints what stands in `file` between `<!-- generated: NAME -->` and `<!-- /generated -->`.
-    Region { file: &'static str, name: &'static str },
-}
-
-const GENERATORS: [Generator; 1] =
-    [Generator { program: &["--package", "cistern-crds", "--example", "gen", "--"], output: Output::Folder("crds") }];
+const GENERATORS: [Generator; 4] = [
+    Generator::Folder { program: &["--package", "cistern-crds", "--example", "gen"], folder: "crds" },
+    Generator::File {
+        program: &["--package", "cistern-core", "--example", "settings"],
+        file: "agent/core/settings.md",
+    },
+    Generator::File { program: &["--package", "cistern", "--example", "command-line"], file: "agent/command-line.md" },
+    Generator::Region { make: maps::table, file: "agent-ebpf/README.md", name: "maps" },
+];
 
 /// Writes every generated file that is not up to date.
 pub(crate) fn write(workspace: &Workspace) -> Result<()> {
@@ -55,38 +59,42 @@ pub(crate) fn compare(workspace: &Workspace) -> Result<()> {
     bail!("not what their generators make; `cargo xtask gen` writes them:\n  {}", stale.join("\n  "))
 }
 
-/// What each generated file should hold. Several generators may each own a region of one file.
+/// What each generated file should hold.
 fn fresh(workspace: &Workspace) -> Result<BTreeMap<PathBuf, String>> {
-    let mut files: BTreeMap<PathBuf, String> = BTreeMap::new();
+    let mut files = BTreeMap::new();
     for generator in &GENERATORS {
-        let mut command = workspace.cargo();
-        command.args(["run", "--quiet", "--locked"]).args(generator.program);
-        match generator.output {
-            Output::Folder(folder) => {
+        match *generator {
+            Generator::Folder { program, folder } => {
                 let empty = workspace.metadata()?.target_directory.join("generated").join(folder);
                 if empty.exists() {
                     std::fs::remove_dir_all(&empty).with_context(|| format!("emptying {}", empty.display()))?;
                 }
                 std::fs::create_dir_all(&empty).with_context(|| format!("making {}", empty.display()))?;
-                process::output(command.arg(&empty))?;
+                process::output(run(workspace, program).arg("--").arg(&empty))?;
                 let made = read_folder(&empty)?;
                 if made.is_empty() {
-                    bail!("`{}` wrote no file", process::shown(&command));
+                    bail!("the generator of {folder} wrote no file");
                 }
                 files.extend(made.into_iter().map(|(name, text)| (Path::new(folder).join(name), text)));
             }
-            Output::Region { file, name } => {
-                let made = process::output(&mut command)?;
-                let current = match files.remove(Path::new(file)) {
-                    Some(current) => current,
-                    None => std::fs::read_to_string(workspace.root().join(file))
-                        .with_context(|| format!("reading {file}"))?,
-                };
-                files.insert(file.into(), replace_region(&current, name, &made).with_context(|| file.to_owned())?);
+            Generator::File { program, file } => {
+                files.insert(file.into(), process::output(&mut run(workspace, program))?);
+            }
+            Generator::Region { make, file, name } => {
+                let path = workspace.root().join(file);
+                let current = std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+                let filled = replace_region(&current, name, &make(workspace)?).with_context(|| file.to_owned())?;
+                files.insert(file.into(), filled);
             }
         }
     }
     Ok(files)
+}
+
+fn run(workspace: &Workspace, program: &[&str]) -> Command {
+    let mut command = workspace.cargo();
+    command.args(["run", "--quiet", "--locked"]).args(program);
+    command
 }
 
 /// Name and text of each file in `folder`.

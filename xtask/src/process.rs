@@ -157,7 +157,7 @@ mod tests {
     fn streamed_lines_arrive_even_when_they_are_not_text() {
         let mut lines = Vec::new();
         let status = stream(Command::new("sh").args(["-c", r"printf 'a\n\377b\nc'; exit 3"]), |line| {
-            lines.push(line.to_owned())
+            lines.push(line.to_owned());
         })
         .unwrap();
         assert_eq!(status.code(), Some(3));

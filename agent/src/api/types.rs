@@ -41,6 +41,9 @@ pub struct AddRequest {
     /// The pod, where the runtime named it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<PodRef>,
+    /// When the plugin was started: an ADD that began after a DEL for the same key was not overtaken by it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started: Option<jiff::Timestamp>,
 }
 
 /// Answer to [`AddRequest`].

@@ -24,7 +24,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     refuse_overlaps(&settings)?;
 
     let client =
-        crate::kubernetes::client::connect(settings.kubeconfig_path.as_deref(), settings.api_server_url()).await?;
+        crate::kubernetes::client::connect(settings.kubeconfig_path.as_deref(), settings.api_server.as_ref().map(|url| url.as_str())).await?;
     let (targets, maps) = kernel::open(&settings)?;
     let files = LeaseFiles::open(&state)?;
     let (leases, set_aside) = files.read()?;
@@ -58,6 +58,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     };
     let running = agent_role::start(
         Agent {
+            build: super::build_info::long(),
             reserved_ports: kernel::reserved_ports(),
             settings,
             client,
@@ -90,16 +91,12 @@ fn refuse_overlaps(settings: &Settings) -> anyhow::Result<()> {
         return Ok(());
     }
     let network = kernel::network_now()?;
-    for pool in &settings.cluster_pool_ipv4 {
-        if let Some((device, net)) = crate::controllers::ipam_node::overlapping_network(&network, *pool) {
-            return Err(Refused(format!(
-                "cluster-pool-ipv4-cidr: {pool} overlaps the network {net} of this node's device {device}: pods would hide \
-                 nodes. Expected a range that no node and no Service uses; nothing was started or changed"
-            ))
-            .into());
+    match crate::controllers::ipam_node::overlaps_of(&network, &settings.cluster_pool_ipv4).first() {
+        None => Ok(()),
+        Some(overlap) => {
+            Err(Refused(format!("cluster-pool-ipv4-cidr: {overlap}; nothing was started or changed")).into())
         }
     }
-    Ok(())
 }
 
 /// Lease files behind the trait of their owner.

@@ -8,7 +8,9 @@ use crate::api::types::{
     IpamResponse, Status,
 };
 use crate::controllers::endpoint::{self, EndpointError, Endpoints};
-use cistern_core::ipam::lease::{self, AddError, Attachment, ConfirmError, Interface, LeaseState, OwnerError, RowState};
+use cistern_core::ipam::lease::{
+    self, AddError, Attachment, ConfirmError, Interface, LeaseState, OwnerError, RowState,
+};
 use cistern_core::ipam::node::pod_cidr::AddressError;
 use std::net::IpAddr;
 
@@ -87,7 +89,7 @@ impl AgentApi for Answers {
                 attachment: attachment(request.container_id, request.ifname)?,
                 pod,
                 netns: request.netns,
-                started: None,
+                started: request.started,
             })
             .await
             .map_err(failure)?;
@@ -100,26 +102,23 @@ impl AgentApi for Answers {
     }
 
     async fn confirm(&self, request: ConfirmRequest) -> Result<(), Failure> {
-        let interface = Interface {
-            host_ifname: request.host_ifname,
-            host_ifindex: request.host_ifindex,
-            mac: request.mac,
-        };
+        let interface =
+            Interface { host_ifname: request.host_ifname, host_ifindex: request.host_ifindex, mac: request.mac };
         let attachment = attachment(request.container_id, request.ifname)?;
         self.endpoints.confirm(attachment, request.generation, interface).await.map_err(failure)
     }
 
     async fn del(&self, request: DelRequest) -> Result<DelResponse, Failure> {
-        let lease =
-            self.endpoints.del(attachment(request.container_id, request.ifname)?).await.map_err(failure)?;
+        let lease = self.endpoints.del(attachment(request.container_id, request.ifname)?).await.map_err(failure)?;
         Ok(DelResponse { released: lease.and_then(|lease| lease.addresses.ipv4) })
     }
 
     async fn check(&self, request: CheckRequest) -> Result<CheckResponse, Failure> {
         let attachment = attachment(request.container_id, request.ifname)?;
         let held = self.endpoints.check(attachment.clone()).await.map_err(failure)?;
-        let (lease, router) = held
-            .ok_or_else(|| Failure::permanent(404, "no-lease", format!("{attachment} holds no address on this node")))?;
+        let (lease, router) = held.ok_or_else(|| {
+            Failure::permanent(404, "no-lease", format!("{attachment} holds no address on this node"))
+        })?;
         let host_ifname = match lease.state {
             LeaseState::Confirmed { interface, .. } => Some(interface.host_ifname),
             LeaseState::Provisional { .. } => None,

@@ -3,9 +3,9 @@
 use super::agent_api::Answers;
 use super::node_status::{MapRows, NodeStatus};
 use super::operator_role::{self, Operator, until};
+use super::remembered;
 use super::supervisor::Supervisor;
 use super::targets::{Reconcile, Target, Targets};
-use super::{build_info, remembered};
 use crate::api::server;
 use crate::clock::Clock;
 use crate::controllers::{endpoint, ipam_node, masquerade, node, peers, routes};
@@ -27,6 +27,8 @@ use tokio_util::sync::CancellationToken;
 
 /// What the role is made of. A script test brings memory for the kernel and a clock of its own.
 pub struct Agent {
+    /// What this build is.
+    pub build: String,
     /// The settings in force.
     pub settings: Settings,
     /// The API server.
@@ -209,7 +211,10 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     if let Some(datapath) = targets.datapath {
         required.extend(["excluded destinations", "endpoints", "devices", "datapath settings", "attachments"]);
         let m = &masquerade;
-        tasks.spawn_loop("apply excluded", reconcile.run("excluded destinations", datapath.excluded, m.excluded.reader()));
+        tasks.spawn_loop(
+            "apply excluded",
+            reconcile.run("excluded destinations", datapath.excluded, m.excluded.reader()),
+        );
         tasks.spawn_loop("apply endpoints", reconcile.run("endpoints", datapath.endpoints, endpoints.reader()));
         tasks.spawn_loop("apply devices", reconcile.run("devices", datapath.devices, m.devices.reader()));
         tasks.spawn_loop("apply settings", reconcile.run("datapath settings", datapath.settings, m.settings.reader()));
@@ -249,7 +254,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let answers = Arc::new(Answers {
         endpoints: ask,
         node: NodeStatus {
-            build: build_info::long(),
+            build: agent.build,
             node: name,
             ipam_mode: settings.ipam.name().to_owned(),
             mtu: settings.mtu.map(u32::from),

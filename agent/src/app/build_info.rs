@@ -1,6 +1,6 @@
 //! What this build is.
 
-use crate::datapath::object;
+use crate::datapath;
 
 /// The version alone.
 #[must_use]
@@ -11,7 +11,7 @@ pub fn short() -> &'static str {
 /// The version, and whether the build carries the kernel programs.
 #[must_use]
 pub fn long() -> String {
-    match object::build_id() {
+    match datapath::build_id() {
         Some(id) => format!("{} (eBPF object {id})", short()),
         None => format!(
             "{} (built without eBPF object: masquerading is refused; build it with `cargo xtask build`)",

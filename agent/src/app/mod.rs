@@ -2,18 +2,18 @@
 //!
 //! [`agent_role`] and [`operator_role`] read like tables of contents: what runs where is answered there.
 
-//pub mod agent;
+pub mod agent;
 pub mod agent_api;
 pub mod agent_role;
 pub mod build_info;
-//pub mod cli;
-//pub mod kernel;
+pub mod cli;
+pub mod kernel;
 pub mod node_status;
-//pub mod operator;
+pub mod operator;
 pub mod operator_role;
 pub mod remembered;
-//pub mod settings;
-//mod signals;
+pub mod settings;
+mod signals;
 pub mod supervisor;
 pub mod targets;
 

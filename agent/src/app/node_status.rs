@@ -231,8 +231,23 @@ impl NodeStatus {
     /// When there is no such map, no datapath, or the kernel does not let it be read.
     pub fn map(&self, name: &str) -> Result<serde_json::Value, Failure> {
         let Some(maps) = &self.maps else {
-            return Err(Failure::permanent(501, "no-datapath", "this node does not masquerade: enable-ipv4-masquerade is false"));
+            return Err(Failure::permanent(
+                501,
+                "no-datapath",
+                "this node does not masquerade: enable-ipv4-masquerade is false",
+            ));
         };
         maps(name).map_err(|reason| Failure::permanent(500, "map", reason))
+    }
+
+    /// Which rule decides about a packet.
+    ///
+    /// # Errors
+    /// When this node does not masquerade.
+    pub fn explain_masquerade(
+        &self,
+        _request: &ExplainMasqueradeRequest,
+    ) -> Result<ExplainMasqueradeResponse, Failure> {
+        Err(Failure::permanent(501, "no-datapath", "this node does not masquerade"))
     }
 }

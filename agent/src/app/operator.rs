@@ -6,7 +6,7 @@ use super::{Refused, signals};
 use crate::clock::Clock;
 use crate::kubernetes::lease::Election;
 use anyhow::Context;
-use cistern_core::ipam::cluster::cluster_pool::{self, FamilySettings};
+use cistern_core::ipam::cluster::cluster_pool::{self, BLOCK_QUARANTINE, FamilySettings};
 use cistern_core::lease::evaluate::Timings;
 use cistern_core::settings::{IpamMode, Settings};
 
@@ -18,7 +18,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let cancel = signals::cancelled_by_signal()?;
     let shared = Shared::new(Clock::system());
     let client =
-        crate::kubernetes::client::connect(settings.kubeconfig_path.as_deref(), settings.api_server_url()).await?;
+        crate::kubernetes::client::connect(settings.kubeconfig_path.as_deref(), settings.api_server.as_ref().map(|url| url.as_str())).await?;
     let operator = Operator {
         client,
         election: election(&settings)?,
@@ -63,7 +63,7 @@ pub fn pool(settings: &Settings) -> anyhow::Result<Option<cluster_pool::Settings
         mask_size: settings.cluster_pool_ipv4_mask_size,
     };
     let ipv6 = FamilySettings { enabled: false, cidrs: Vec::new(), mask_size: 120 };
-    let (pool, warnings) = cluster_pool::Settings::new(&ipv4, &ipv6).map_err(|errors| {
+    let (pool, warnings) = cluster_pool::Settings::new(ipv4, ipv6, BLOCK_QUARANTINE).map_err(|errors| {
         let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
         Refused(format!("{}; nothing was started or changed", errors.join("; ")))
     })?;

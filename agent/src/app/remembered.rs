@@ -24,12 +24,15 @@ struct Remembered {
     peers: BTreeMap<String, PeerRow>,
 }
 
+/// The tables `peers` and `pool`.
+pub type Seeded = (Arc<Table<String, PeerRow>>, Arc<Table<(), PoolRow>>);
+
 /// The tables `peers` and `pool`, holding what was known last. They count as synced then: routes and exclusions that
 /// follow from them are those that the kernel has already.
 ///
 /// # Errors
 /// When the disk cannot be read.
-pub fn tables(state: &StateDir) -> Result<(Arc<Table<String, PeerRow>>, Arc<Table<(), PoolRow>>), StateError> {
+pub fn tables(state: &StateDir) -> Result<Seeded, StateError> {
     let (peers, pool) = (Table::new("peers"), Table::new("pool"));
     let (remembered, set_aside) = state.read::<Remembered>(NODE)?;
     if let Some(set_aside) = set_aside {

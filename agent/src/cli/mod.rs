@@ -133,7 +133,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Ask {
     fn client(&self) -> Client {
-        Client::new(self.socket_path.clone(), TIMEOUT)
+        Client::new(self.socket_path.clone()).with_timeout(TIMEOUT)
     }
 
     fn show<T: serde::Serialize>(

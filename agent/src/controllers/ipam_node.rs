@@ -2,7 +2,9 @@
 
 use crate::tables::rows::{NetworkRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
-use ipnet::Ipv4Net;
+use cistern_core::ipam::node::pod_cidr::contested;
+use cistern_core::ipam::{Overlap, find_overlaps};
+use ipnet::{IpNet, Ipv4Net};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -65,37 +67,32 @@ fn plan(input: &Input<'_>) -> Option<PoolRow> {
 }
 
 fn blocked(input: &Input<'_>, pod_cidr: Ipv4Net) -> Option<String> {
-    let overlaps = |other: &Ipv4Net| pod_cidr.contains(other) || other.contains(&pod_cidr);
-    for (name, peer) in input.peers {
-        if name != input.node
-            && let Some(other) = peer.pod_cidrs.iter().find(|other| overlaps(other))
-        {
-            return Some(format!(
-                "pod CIDR {pod_cidr} of this node overlaps {other} of node {name:?}; no new address is given from it until \
-                 one of the two CiliumNodes gives its block up, pods that run keep theirs"
-            ));
-        }
+    let listed: Vec<(&str, Vec<IpNet>)> = input
+        .peers
+        .iter()
+        .map(|(name, peer)| (name.as_str(), peer.pod_cidrs.iter().copied().map(IpNet::V4).collect()))
+        .collect();
+    let others = listed.iter().map(|(name, cidrs)| (*name, cidrs.as_slice()));
+    if let Some(contested) = contested(&[IpNet::V4(pod_cidr)], input.node, others) {
+        return Some(contested.to_string());
     }
-    let (device, network) = overlapping_network(input.network, pod_cidr)?;
-    Some(format!(
-        "pod CIDR {pod_cidr} overlaps the node network {network} on device {device}: pods would hide nodes; set \
-         cluster-pool-ipv4-cidr to a range that no node uses and delete this node's CiliumNode"
-    ))
+    let overlap = overlaps_of(input.network, &[pod_cidr]).into_iter().next()?;
+    Some(format!("{overlap}: set cluster-pool-ipv4-cidr to a range that no node uses and delete this node's CiliumNode"))
 }
 
-/// A network of the node itself that overlaps `range`, with its device. Pod interfaces and host addresses (/32) are no
-/// networks.
+/// Networks of the node itself that one of these ranges overlaps. The loopback device holds the router address, and an
+/// address of its own (/32) is no network.
 #[must_use]
-pub fn overlapping_network(network: &NetworkRow, range: Ipv4Net) -> Option<(String, Ipv4Net)> {
-    network.links.values().filter(|link| !link.loopback).find_map(|link| {
-        link.addresses.iter().find_map(|address| match address {
-            ipnet::IpNet::V4(address) if address.prefix_len() < 32 => {
-                let net = address.trunc();
-                (range.contains(&net) || net.contains(&range)).then(|| (link.name.clone(), net))
-            }
-            _ => None,
-        })
-    })
+pub fn overlaps_of(network: &NetworkRow, ranges: &[Ipv4Net]) -> Vec<Overlap> {
+    let networks: Vec<(IpNet, String)> = network
+        .links
+        .values()
+        .filter(|link| !link.loopback)
+        .flat_map(|link| link.addresses.iter().map(|address| (*address, format!("device {} of this node", link.name))))
+        .filter(|(address, _)| address.prefix_len() < address.max_prefix_len())
+        .collect();
+    let ranges: Vec<IpNet> = ranges.iter().copied().map(IpNet::V4).collect();
+    find_overlaps(&ranges, &networks)
 }
 
 #[cfg(test)]

@@ -4,8 +4,8 @@ use crate::tables::rows::{ChosenDevice, FileContent, MasqueradeRow, NetworkRow, 
 use crate::tables::{Reader, Table};
 use cistern_core::masquerade::excluded::{self, ConfigFile, Found, ListSource, Outcome};
 use cistern_core::masquerade::plan::{
-    AddressFacts, AttachmentEntry, DatapathSettings, DeviceEntry, DeviceFacts, ExcludedReason, ExclusionSources, LinkFacts,
-    RouteFacts, exclusions, merge_ports, not_ready, select_devices,
+    AddressFacts, AttachmentEntry, DatapathSettings, DeviceEntry, DeviceFacts, ExcludedReason, ExclusionSources,
+    LinkFacts, RouteFacts, exclusions, merge_ports, not_ready, select_devices,
 };
 use cistern_core::settings::Settings;
 use ipnet::{IpNet, Ipv4Net};
@@ -79,7 +79,8 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
         tables.last_good.publish(BTreeMap::from([((), outcome.last_good.clone())]));
 
         let peers = inputs.peers.snapshot();
-        let pod_cidrs: BTreeSet<Ipv4Net> = peers.rows.values().flat_map(|peer| peer.pod_cidrs.iter().copied()).collect();
+        let pod_cidrs: BTreeSet<Ipv4Net> =
+            peers.rows.values().flat_map(|peer| peer.pod_cidrs.iter().copied()).collect();
         let selection = select_devices(&facts(&network), &inputs.settings.devices, &pod_cidrs);
         let fallback = derived_address(&inputs.settings, &network);
         let mut devices = BTreeMap::new();
@@ -110,9 +111,7 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
             selection
                 .selected
                 .iter()
-                .map(|(ifindex, device)| {
-                    (*ifindex, AttachmentEntry { name: device.name.clone(), complete: true })
-                })
+                .map(|(ifindex, device)| (*ifindex, AttachmentEntry { name: device.name.clone(), complete: true }))
                 .collect(),
         );
         tables.devices.publish(devices);

@@ -15,12 +15,10 @@ pub async fn apply(client: &Client, leadership: &Leadership) -> Result<(), Kuber
     for wanted in cistern_crds::all() {
         let name = wanted.name_any();
         let existing = write("get", KIND, &name, api.get_opt(&name)).await?;
-        if let Some(existing) = existing {
-            if cistern_crds::is_newer(&existing) {
-                let version = cistern_crds::schema_version(&existing);
-                tracing::info!(crd = name, version, "a newer CRD is installed and left alone");
-                continue;
-            }
+        if let Some(existing) = existing.filter(cistern_crds::is_newer) {
+            let version = cistern_crds::schema_version(&existing);
+            tracing::info!(crd = name, version, "a newer CRD is installed and left alone");
+            continue;
         }
         let params = PatchParams::apply(OPERATOR).force();
         leadership.write("apply", KIND, &name, api.patch(&name, &params, &Patch::Apply(&wanted))).await?;

@@ -3,7 +3,8 @@
 use super::{Operations, RowStatus, TargetStatus};
 use crate::clock::Clock;
 use crate::tables::{Reader, Table};
-use cistern_core::reconcile::backoff::Backoff;
+use cistern_core::reconcile::backoff::{Backoff, Retries, Retry};
+use cistern_core::reconcile::diff::{Step, diff};
 use cistern_core::reconcile::{Classify, ErrorClass};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,22 +25,15 @@ pub struct Options {
     pub prune: bool,
 }
 
-/// A key whose last try failed.
-struct Retry<V> {
-    attempts: u32,
-    /// None after a permanent error: at the next full pass, or when something else is wanted.
-    at: Option<Instant>,
-    /// What was tried; none for a deletion.
-    tried: Option<V>,
-}
-
 struct Loop<O: Operations> {
     operations: O,
     options: Options,
     clock: Clock,
     /// What the target holds as far as we know.
     realised: BTreeMap<O::Key, O::Value>,
-    retries: BTreeMap<O::Key, Retry<O::Value>>,
+    retries: Retries<O::Key>,
+    /// What was tried on each key that failed; none for a deletion.
+    tried: BTreeMap<O::Key, Option<O::Value>>,
     status: TargetStatus,
     published: Arc<Table<String, TargetStatus>>,
 }
@@ -55,12 +49,14 @@ pub async fn run<O: Operations>(
     clock: Clock,
     cancel: CancellationToken,
 ) {
+    let backoff = options.backoff;
     let mut this = Loop {
         operations,
         options,
         clock,
         realised: BTreeMap::new(),
-        retries: BTreeMap::new(),
+        retries: Retries::new(backoff),
+        tried: BTreeMap::new(),
         status: TargetStatus::default(),
         published,
     };
@@ -87,13 +83,13 @@ pub async fn run<O: Operations>(
             }
         } else if this.status.complete {
             // Before the target has been read once, a change would be applied blindly.
-            this.apply(&rows.rows, &cancel).await;
+            this.apply(&rows.rows, false, &cancel).await;
         }
         this.publish();
         if cancel.is_cancelled() {
             return;
         }
-        let next_retry = this.retries.values().filter_map(|retry| retry.at).min();
+        let next_retry = this.retries.next().map(|at| this.clock.instant(at));
         let wake = [full_pass_due, next_retry].into_iter().flatten().min();
         tokio::select! {
             () = cancel.cancelled() => return,
@@ -136,96 +132,98 @@ impl<O: Operations> Loop<O> {
             }
         }
         // A permanent error gets its next chance here.
-        for retry in self.retries.values_mut() {
-            retry.at.get_or_insert_with(Instant::now);
-        }
-        self.apply(desired, cancel).await;
+        self.apply(desired, true, cancel).await;
         self.status.complete = true;
         Ok(())
     }
 
-    /// Applies what changed since, and what is due again.
-    async fn apply(&mut self, desired: &BTreeMap<O::Key, O::Value>, cancel: &CancellationToken) {
-        let now = Instant::now();
-        for (key, value) in desired {
+    /// Applies what changed since and what is due again; in a full pass also what failed for good.
+    async fn apply(&mut self, desired: &BTreeMap<O::Key, O::Value>, full: bool, cancel: &CancellationToken) {
+        // A deletion that failed is owed although the target may hold nothing any more.
+        let owed: Vec<O::Key> = self.tried.keys().filter(|key| !desired.contains_key(key)).cloned().collect();
+        let mut steps: Vec<(O::Key, Option<O::Value>)> = diff(desired, &self.realised, true)
+            .map(|step| match step {
+                Step::Add(key, value) | Step::Update(key, value) => (key.clone(), Some(value.clone())),
+                Step::Delete(key) => (key.clone(), None),
+            })
+            .collect();
+        steps.extend(owed.into_iter().filter(|key| !self.realised.contains_key(key)).map(|key| (key, None)));
+        let now = self.clock.monotonic();
+        for (key, wanted) in steps {
             if cancel.is_cancelled() {
                 return;
             }
-            if self.realised.get(key) == Some(value) {
-                self.settled(key);
+            if !self.due(&key, wanted.as_ref(), full, now) {
                 continue;
             }
-            if !self.due(key, Some(value), now) {
-                continue;
-            }
-            match self.operations.update(key, value).await {
+            let outcome = match &wanted {
+                Some(value) => self.operations.update(&key, value).await,
+                None => self.operations.delete(&key).await,
+            };
+            match outcome {
                 Ok(()) => {
-                    self.realised.insert(key.clone(), value.clone());
-                    self.settled(key);
+                    match wanted {
+                        Some(value) => self.realised.insert(key.clone(), value),
+                        None => self.realised.remove(&key),
+                    };
+                    self.settled(&key);
                 }
                 Err(error) => {
                     // What the target holds is unknown now: not the new value, perhaps not the old one either.
-                    self.realised.remove(key);
-                    self.failed(key, Some(value), &error);
+                    if wanted.is_some() {
+                        self.realised.remove(&key);
+                    }
+                    self.failed(&key, wanted, &error);
                 }
             }
         }
-        let surplus: Vec<O::Key> = self
-            .realised
+        // What failed and is as desired by now was put right by somebody else, or is no longer asked for.
+        let settled: Vec<O::Key> = self
+            .tried
             .keys()
-            .filter(|key| !desired.contains_key(key))
-            .chain(self.retries.keys().filter(|key| !desired.contains_key(key) && !self.realised.contains_key(key)))
+            .filter(|key| desired.get(key).is_some_and(|value| self.realised.get(key) == Some(value)))
             .cloned()
             .collect();
-        for key in surplus {
-            if cancel.is_cancelled() {
-                return;
-            }
-            if !self.due(&key, None, now) {
-                continue;
-            }
-            match self.operations.delete(&key).await {
-                Ok(()) => {
-                    self.realised.remove(&key);
-                    self.settled(&key);
-                }
-                Err(error) => self.failed(&key, None, &error),
-            }
+        for key in settled {
+            self.settled(&key);
         }
     }
 
-    fn due(&self, key: &O::Key, wanted: Option<&O::Value>, now: Instant) -> bool {
-        self.retries.get(key).is_none_or(|retry| match retry.at {
-            Some(at) => at <= now,
-            None => retry.tried.as_ref() != wanted,
-        })
+    fn due(&self, key: &O::Key, wanted: Option<&O::Value>, full: bool, now: Duration) -> bool {
+        match self.retries.state(key) {
+            None => true,
+            Some((_, Retry::At(at))) => at <= now,
+            Some((_, Retry::FullPass)) => full || self.tried.get(key).is_some_and(|tried| tried.as_ref() != wanted),
+        }
     }
 
     fn settled(&mut self, key: &O::Key) {
-        if self.retries.remove(key).is_some() {
+        if self.tried.remove(key).is_some() {
+            self.retries.reset(key);
             self.status.failing.remove(&format!("{key:?}"));
         }
     }
 
-    fn failed(&mut self, key: &O::Key, tried: Option<&O::Value>, error: &O::Error) {
-        let attempts = self.retries.get(key).map_or(0, |retry| retry.attempts) + 1;
-        let delay = match error.class() {
-            ErrorClass::Transient => Some(self.delay(attempts)),
-            ErrorClass::Throttled { retry_after } => Some(retry_after.unwrap_or_default().max(self.delay(attempts))),
-            ErrorClass::Permanent => None,
+    fn failed(&mut self, key: &O::Key, tried: Option<O::Value>, error: &O::Error) {
+        let now = self.clock.monotonic();
+        let retry = self.retries.failed(key.clone(), error.class(), now, rand::random());
+        self.tried.insert(key.clone(), tried);
+        let attempts = self.retries.state(key).map_or(1, |(attempts, _)| attempts);
+        let next_try = match retry {
+            Retry::At(at) => self.clock.now().checked_add(at.saturating_sub(now)).ok(),
+            Retry::FullPass => None,
         };
         tracing::warn!(
             target = self.options.name,
             key = ?key,
             attempts,
             error = %error,
-            next_try_ms = delay.map(|delay| u64::try_from(delay.as_millis()).unwrap_or(u64::MAX)),
+            next_try = next_try.map(tracing::field::display),
             "not applied"
         );
-        let at = delay.map(|delay| Instant::now() + delay);
-        self.retries.insert(key.clone(), Retry { attempts, at, tried: tried.cloned() });
-        let next_try = delay.and_then(|delay| self.clock.now().checked_add(delay).ok());
-        self.status.failing.insert(format!("{key:?}"), RowStatus { error: error.to_string(), attempts, next_try });
+        self.status
+            .failing
+            .insert(format!("{key:?}"), RowStatus { error: error.to_string(), attempts, next_try });
     }
 
     fn delay(&self, attempts: u32) -> Duration {

@@ -166,9 +166,11 @@ impl BootMarker {
         if let Some(directory) = self.path.parent() {
             make_dir(directory)?;
         }
-        std::fs::File::create(&self.path)
-            .map(|_| ())
-            .map_err(|source| StateError::Io { action: "create", path: self.path.clone(), source })
+        std::fs::File::create(&self.path).map(|_| ()).map_err(|source| StateError::Io {
+            action: "create",
+            path: self.path.clone(),
+            source,
+        })
     }
 }
 

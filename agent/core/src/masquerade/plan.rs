@@ -170,7 +170,9 @@ pub fn exclusions(sources: &ExclusionSources) -> BTreeMap<Ipv4Net, ExcludedReaso
         .chain([(MULTICAST, ExcludedReason::Multicast), (BROADCAST, ExcludedReason::Multicast)]);
     let mut rows = BTreeMap::new();
     for (prefix, reason) in named {
-        rows.entry(prefix.trunc()).and_modify(|kept: &mut ExcludedReason| *kept = (*kept).min(reason)).or_insert(reason);
+        rows.entry(prefix.trunc())
+            .and_modify(|kept: &mut ExcludedReason| *kept = (*kept).min(reason))
+            .or_insert(reason);
     }
     rows
 }
@@ -276,11 +278,7 @@ const INSIDE_PREFIXES: [&str; 8] = ["cst", "lxc", "cni", "docker", "cilium_", "v
 /// uses, or that has an address of its own and a route to outside `pod_cidrs`; a bridge needs a route through a gateway,
 /// since container tools make bridges with an address too.
 #[must_use]
-pub fn select_devices(
-    facts: &DeviceFacts,
-    devices: &DeviceSelector,
-    pod_cidrs: &BTreeSet<Ipv4Net>,
-) -> DeviceSelection {
+pub fn select_devices(facts: &DeviceFacts, devices: &DeviceSelector, pod_cidrs: &BTreeSet<Ipv4Net>) -> DeviceSelection {
     let mut selection = DeviceSelection::default();
     for link in &facts.links {
         let detected = detect(link, facts, pod_cidrs);
@@ -354,7 +352,8 @@ pub fn device_address(index: u32, facts: &DeviceFacts) -> Option<Ipv4Addr> {
         .filter_map(|route| route.preferred_source)
         .filter(|source| global().any(|address| address.address == *source))
         .min();
-    preferred.or_else(|| global().min_by_key(|address| (address.secondary, address.address)).map(|address| address.address))
+    preferred
+        .or_else(|| global().min_by_key(|address| (address.secondary, address.address)).map(|address| address.address))
 }
 
 /// Why the datapath is not ready to serve with these devices; `None` when it is. Without an egress device nothing would

@@ -124,6 +124,7 @@ fn confirming_what_is_not_held_or_held_anew_is_refused() {
             current: second.generation
         }
     );
+    assert!(agent.confirm("c1", second.generation + 1, at(4)).is_err());
     assert!(agent.confirm("c1", second.generation, at(5)).is_ok());
 }
 

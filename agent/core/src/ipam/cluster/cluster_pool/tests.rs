@@ -330,7 +330,7 @@ fn pools_that_cannot_be_carved_are_refused_with_every_reason() {
     assert_eq!(mixed, [ConfigError::OtherFamily { key: "ipv4", cidr: net("fd00::/104") }]);
 }
 
-// case: ipam B14, B16
+// The part of B14 and B16 that is planning; conflicts and the pace of passes are tested against an API server.
 #[test]
 fn three_hundred_nodes_get_distinct_blocks_with_one_write_each_and_a_lost_one_is_planned_again() {
     let nodes = (0..300).map(|index| node(&format!("n{index:03}"), index, &[])).collect();
@@ -430,6 +430,19 @@ fn a_node_that_was_deleted_under_a_live_agent_gets_its_block_back() {
             assert!(cluster.records.quarantine.is_empty());
         }
     }
+}
+
+#[test]
+fn a_new_machine_under_the_name_of_a_deleted_one_is_judged_by_what_it_lists_itself() {
+    let mut cluster = Cluster::new(pool(&["10.33.0.0/24"], 26), vec![node("a", 1, &[])]);
+    cluster.round();
+    let replaced = cluster.get_mut("a");
+    replaced.uid = "uid-again".to_owned();
+    replaced.pod_cidrs = vec!["10.33.0.128/26".to_owned()];
+    assert!(cluster.round().is_empty());
+    assert_eq!(cluster.ledger.blocks("a"), Some(vec![net("10.33.0.128/26")]));
+    let resting: Vec<IpNet> = cluster.records.quarantine.iter().map(|record| record.cidr).collect();
+    assert_eq!(resting, [net("10.33.0.0/26")]);
 }
 
 #[test]
