@@ -44,6 +44,7 @@ fn resources() -> Vec<Resource> {
     let mut list = vec![
         Resource {
             status_subresource: true,
+            status_on_create: true,
             unconditional_update: true,
             schema: Arc::new(
                 conditions(Schema::built_in()).list_set("spec.podCIDRs").list_map("status.addresses", &["type"]),
@@ -171,6 +172,7 @@ fn built_in<K: Serialize + DeserializeOwned>(
         categories: Vec::new(),
         namespaced: false,
         status_subresource: false,
+        status_on_create: false,
         generation: false,
         unconditional_update: false,
         create_on_update: false,

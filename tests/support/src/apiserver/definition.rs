@@ -30,6 +30,7 @@ pub(super) fn resources(definition: &Value) -> Vec<Resource> {
             categories: lists("categories"),
             namespaced: tree::text(definition, "/spec/scope") == "Namespaced",
             status_subresource: version.pointer("/subresources/status").is_some(),
+            status_on_create: false,
             generation: true,
             unconditional_update: false,
             create_on_update: false,

@@ -49,8 +49,9 @@ pub(crate) mod table;
 mod tree;
 mod watch;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use axum::body::Body;
@@ -117,19 +118,29 @@ pub enum Link {
     Silent,
 }
 
+/// Who calls: a name for the record, and for clients in this process which one of that name it is.
+#[derive(Clone, Debug)]
+struct Caller {
+    name: String,
+    id: Option<u64>,
+}
+
 /// All ways to the server, and which life of it this is.
 #[derive(Clone, Debug, Default)]
 struct Links {
     all: Link,
     clients: BTreeMap<String, Link>,
+    /// Clients whose process is dead, by their number.
+    dead: BTreeSet<u64>,
     /// Counts the restarts; open watches end with the life that they began in.
     life: u64,
 }
 
 impl Links {
-    fn of(&self, client: &str) -> Link {
+    fn of(&self, caller: &Caller) -> Link {
         match self.all {
-            Link::Up => self.clients.get(client).copied().unwrap_or_default(),
+            _ if caller.id.is_some_and(|id| self.dead.contains(&id)) => Link::Refused,
+            Link::Up => self.clients.get(&caller.name).copied().unwrap_or_default(),
             all => all,
         }
     }
@@ -143,6 +154,8 @@ struct Shared {
     revision: tokio::sync::watch::Sender<u64>,
     links: tokio::sync::watch::Sender<Links>,
     clock: Clock,
+    /// The number of the next client in this process.
+    next_client: AtomicU64,
 }
 
 impl Shared {
@@ -156,6 +169,21 @@ impl Shared {
 
     fn lock_calls(&self) -> MutexGuard<'_, Vec<Call>> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The life of a process that holds a client.
+pub struct Lifeline {
+    shared: Arc<Shared>,
+    id: u64,
+}
+
+impl Lifeline {
+    /// Kills the process, as far as the server can tell: no call of its client arrives any more, its watches break.
+    pub fn cut(self) {
+        self.shared.links.send_modify(|links| {
+            links.dead.insert(self.id);
+        });
     }
 }
 
@@ -188,6 +216,7 @@ impl ApiServer {
             calls: Mutex::new(Vec::new()),
             links: tokio::sync::watch::Sender::new(Links::default()),
             clock,
+            next_client: AtomicU64::new(0),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -196,16 +225,22 @@ impl ApiServer {
     ///
     /// Needs a tokio runtime around it. No network is involved, so that it works under a paused clock.
     pub fn client_as(&self, name: &str) -> kube::Client {
-        let (server, name) = (self.clone(), name.to_owned());
+        self.mortal_client_as(name).0
+    }
+
+    /// A client like that of [`Self::client_as`], and the means to kill whoever holds it.
+    pub fn mortal_client_as(&self, name: &str) -> (kube::Client, Lifeline) {
+        let id = self.shared.next_client.fetch_add(1, Ordering::Relaxed);
+        let (server, caller) = (self.clone(), Caller { name: name.to_owned(), id: Some(id) });
         let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
-            let (server, name) = (server.clone(), name.clone());
+            let (server, caller) = (server.clone(), caller.clone());
             async move {
                 let (parts, body) = request.into_parts();
                 let body = read_body(body).await?;
-                server.answer(Some(&name), &parts, &body).await
+                server.answer(Some(caller), &parts, &body).await
             }
         });
-        kube::Client::new(service, "default")
+        (kube::Client::new(service, "default"), Lifeline { shared: Arc::clone(&self.shared), id })
     }
 
     /// The server's clock.
@@ -322,6 +357,26 @@ impl ApiServer {
         written.map(|object| resource.present(&object))
     }
 
+    /// Changes an object by a merge patch; what it says of the status goes through that path. Past links, faults and the
+    /// record.
+    ///
+    /// # Errors
+    /// What a client would be told.
+    pub fn patch(&self, kind: &str, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiError> {
+        let mut state = self.shared.lock();
+        let resource = find_named(&state, kind)?;
+        let mut place =
+            Place { namespace: namespace_for(&resource, namespace), name: name.to_owned(), subresource: String::new() };
+        let options = WriteOptions { manager: TEST_MANAGER.to_owned(), ..WriteOptions::default() };
+        let mut patched = state.patch(&resource, &place, PatchKind::Merge, patch, &options);
+        if patched.is_ok() && resource.status_subresource && patch.get("status").is_some() {
+            place.subresource = "status".to_owned();
+            patched = state.patch(&resource, &place, PatchKind::Merge, patch, &options);
+        }
+        self.publish(state);
+        patched.map(drop)
+    }
+
     /// Deletes an object; past links, faults and the record. `kind` is a name as `kubectl` takes it.
     ///
     /// # Errors
@@ -357,6 +412,18 @@ impl ApiServer {
         Ok(state.store.list(&resource.storage, None).map(|(_, object)| resource.present(object)).collect())
     }
 
+    /// The versions of an object that are still known, oldest first; `None` where it was deleted.
+    ///
+    /// # Errors
+    /// 404 for a kind that is not served.
+    pub fn history(&self, kind: &str, namespace: &str, name: &str) -> Result<Vec<Option<Value>>, ApiError> {
+        let state = self.shared.lock();
+        let resource = find_named(&state, kind)?;
+        let key = State::key(&resource, &namespace_for(&resource, namespace), name);
+        let versions = state.store.history(&key);
+        Ok(versions.map(|version| version.map(|object| resource.present(object))).collect())
+    }
+
     /// Tells the watches of what has been written under this lock.
     fn publish(&self, state: MutexGuard<'_, State>) {
         let revision = state.store.revision();
@@ -364,29 +431,29 @@ impl ApiServer {
         self.shared.revision.send_if_modified(|seen| std::mem::replace(seen, revision) != revision);
     }
 
-    /// Answers one HTTP request. `client` names the caller; without it, the `User-Agent` does.
+    /// Answers one HTTP request. Without a `caller` the `User-Agent` names it.
     ///
     /// # Errors
     /// A connection that was refused or that broke: there is no answer then.
-    async fn answer(&self, client: Option<&str>, parts: &Parts, body: &Bytes) -> io::Result<Response<Body>> {
+    async fn answer(&self, caller: Option<Caller>, parts: &Parts, body: &Bytes) -> io::Result<Response<Body>> {
         let parsed = {
             let state = self.shared.lock();
             request::parse(&state.registry, parts)
         };
         let agent = parsed.as_ref().map(|request| request.user_agent.clone()).unwrap_or_default();
-        let client = client.map_or(agent, str::to_owned);
-        self.arrive(&client).await?;
+        let caller = caller.unwrap_or(Caller { name: agent, id: None });
+        self.arrive(&caller).await?;
         match parsed {
-            Ok(request) => self.answer_call(&client, &request, body).await,
+            Ok(request) => self.answer_call(&caller, &request, body).await,
             Err(error) => Ok(self.answer_other(parts, error)),
         }
     }
 
     /// Waits until the way to the server is open.
-    async fn arrive(&self, client: &str) -> io::Result<()> {
+    async fn arrive(&self, caller: &Caller) -> io::Result<()> {
         let mut links = self.shared.links.subscribe();
         loop {
-            match links.borrow_and_update().of(client) {
+            match links.borrow_and_update().of(caller) {
                 Link::Up => return Ok(()),
                 Link::Refused => return Err(io::ErrorKind::ConnectionRefused.into()),
                 Link::Silent => {}
@@ -412,17 +479,17 @@ impl ApiServer {
     }
 
     /// A call to a resource, with the fault that meets it, entered into the record.
-    async fn answer_call(&self, client: &str, request: &Request, body: &Bytes) -> io::Result<Response<Body>> {
+    async fn answer_call(&self, caller: &Caller, request: &Request, body: &Bytes) -> io::Result<Response<Body>> {
         let Request { verb, resource, place, patch, query, .. } = request;
         let manager = Some(query.text("fieldManager")).filter(|text| !text.is_empty());
         // An apply must name its manager; other writes go by the client's name.
         let manager = match patch {
             Some(PatchKind::Apply) => manager.unwrap_or_default(),
-            _ => manager.unwrap_or(client),
+            _ => manager.unwrap_or(&caller.name),
         };
         let mut call = Call {
             at: self.shared.clock.now(),
-            client: client.to_owned(),
+            client: caller.name.clone(),
             verb: *verb,
             group: resource.group.clone(),
             resource: resource.plural.clone(),
@@ -448,7 +515,7 @@ impl ApiServer {
             Some(Err(broken)) => Err(broken),
             Some(Ok(error)) => Ok(Err(error)),
             None => {
-                let executed = self.execute(&mut call, request, body, manager, fault);
+                let executed = self.execute(&mut call, request, body, manager, caller, fault);
                 match fault {
                     Some(Fault::TimeoutAfter) => {
                         sleep(REQUEST_TIMEOUT).await;
@@ -480,11 +547,12 @@ impl ApiServer {
         request: &Request,
         body: &Bytes,
         manager: &str,
+        caller: &Caller,
         fault: Option<Fault>,
     ) -> ApiResult<Answer> {
         let mut state = self.shared.lock();
         let revision = state.store.revision();
-        let answer = self.execute_on(&mut state, request, body, manager, &call.client, fault);
+        let answer = self.execute_on(&mut state, request, body, manager, caller, fault);
         call.changed = state.store.revision() != revision;
         self.publish(state);
         answer
@@ -496,7 +564,7 @@ impl ApiServer {
         request: &Request,
         body: &Bytes,
         manager: &str,
-        client: &str,
+        caller: &Caller,
         fault: Option<Fault>,
     ) -> ApiResult<Answer> {
         let Request { verb, resource, place, patch, query, .. } = request;
@@ -518,7 +586,7 @@ impl ApiServer {
         match verb {
             Verb::Get => state.get(resource, &place.namespace, &place.name).map(|object| one(200, &object)),
             Verb::List => self.execute_list(state, request),
-            Verb::Watch => Watch::open(Arc::clone(&self.shared), &state.store, client, request, fault)
+            Verb::Watch => Watch::open(Arc::clone(&self.shared), &state.store, caller, request, fault)
                 .map(|watch| Answer::Events(Box::new(watch))),
             Verb::Create => {
                 let body = parse_body(body)?;

@@ -60,6 +60,8 @@ pub(super) struct Resource {
     pub(super) namespaced: bool,
     /// Whether `status` is written through its own path only.
     pub(super) status_subresource: bool,
+    /// Whether a create may bring a status all the same, as kubelet's of its Node does.
+    pub(super) status_on_create: bool,
     /// Whether `metadata.generation` counts changes of the wanted state; the older core kinds have none.
     pub(super) generation: bool,
     /// Whether an update may leave `metadata.resourceVersion` out.

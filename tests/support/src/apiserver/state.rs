@@ -157,7 +157,7 @@ impl State {
         if resource.generation {
             fields.insert("generation".to_owned(), json!(1));
         }
-        if resource.status_subresource {
+        if resource.status_subresource && !resource.status_on_create {
             tree::as_map(&mut object).remove("status");
         }
         Ok(object)

@@ -154,6 +154,12 @@ impl Store {
         let start = self.changes.partition_point(|change| change.revision <= revision);
         Ok(self.changes.range(start..))
     }
+
+    /// What an object became by each change that is still known, oldest first; `None` where it was deleted.
+    pub(super) fn history<'a>(&'a self, key: &'a Key) -> impl Iterator<Item = Option<&'a Value>> {
+        let changes = self.changes.iter().filter(move |change| change.key == *key);
+        changes.map(|change| (!change.deleted).then_some(&*change.after))
+    }
 }
 
 fn stamp(object: &mut Value, revision: u64) {

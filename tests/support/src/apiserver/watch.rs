@@ -17,7 +17,7 @@ use super::resource::Resource;
 use super::selector::Selector;
 use super::store::{Change, Store};
 use super::tree;
-use super::{Link, Links, Shared, table};
+use super::{Caller, Link, Links, Shared, table};
 
 /// How often a watch that asked for them gets a bookmark.
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
@@ -27,7 +27,7 @@ const LIFETIME: Duration = Duration::from_secs(30 * 60);
 /// What a watch covers and where it stands.
 pub(super) struct Watch {
     shared: Arc<Shared>,
-    client: String,
+    caller: Caller,
     resource: Arc<Resource>,
     namespace: Option<String>,
     selector: Selector,
@@ -50,7 +50,7 @@ impl Watch {
     pub(super) fn open(
         shared: Arc<Shared>,
         store: &Store,
-        client: &str,
+        caller: &Caller,
         request: &Request,
         fault: Option<Fault>,
     ) -> ApiResult<Self> {
@@ -70,7 +70,7 @@ impl Watch {
         let lifetime = query.number("timeoutSeconds")?.map_or(LIFETIME, Duration::from_secs);
         let life = shared.links.borrow().life;
         let mut watch = Self {
-            client: client.to_owned(),
+            caller: caller.clone(),
             resource: Arc::clone(resource),
             namespace: in_namespace.then(|| place.namespace.clone()),
             selector,
@@ -162,7 +162,7 @@ impl Watch {
 
     /// The state of the way to the client; `None` when the server that began this watch is no more.
     fn link(&self, links: &Links) -> Option<Link> {
-        (links.life == self.life).then(|| links.of(&self.client))
+        (links.life == self.life).then(|| links.of(&self.caller))
     }
 
     fn collect(&mut self) {
