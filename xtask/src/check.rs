@@ -120,7 +120,7 @@ fn kernel_lints(workspace: &Workspace) -> Result<Outcome> {
 }
 
 fn generated(workspace: &Workspace) -> Result<Outcome> {
-    generate::compare(workspace)?;
+    generate::compare(workspace, "")?;
     Ok(Outcome::Good)
 }
 

@@ -21,19 +21,41 @@ enum Generator {
     Region { make: fn(&Workspace) -> Result<String>, file: &'static str, name: &'static str },
 }
 
+impl Generator {
+    /// The file or folder that is written.
+    fn makes(&self) -> &str {
+        match self {
+            Self::Folder { folder, .. } => folder,
+            Self::File { file, .. } | Self::Region { file, .. } => file,
+        }
+    }
+}
+
 const GENERATORS: [Generator; 4] = [
     Generator::Folder { program: &["--package", "cistern-crds", "--example", "gen"], folder: "crds" },
-    Generator::File {
-        program: &["--package", "cistern-core", "--example", "settings"],
-        file: "agent/core/settings.md",
-    },
+    Generator::Folder { program: &["--package", "cistern-core", "--example", "settings"], folder: "agent/core" },
     Generator::File { program: &["--package", "cistern", "--example", "command-line"], file: "agent/command-line.md" },
     Generator::Region { make: maps::table, file: "agent-ebpf/README.md", name: "maps" },
 ];
 
-/// Writes every generated file that is not up to date.
-pub(crate) fn write(workspace: &Workspace) -> Result<()> {
-    for (file, content) in fresh(workspace)? {
+/// What `gen` can be told.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct Options {
+    /// Only files (or the folders they are in) whose path contains this
+    path: Option<String>,
+    /// Change nothing; fail where a committed file differs from the generated one
+    #[arg(long)]
+    check: bool,
+}
+
+/// Writes generated files that are not up to date, or with `--check` fails for them.
+pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    let path = options.path.as_deref().unwrap_or_default();
+    if options.check { compare(workspace, path) } else { write(workspace, path) }
+}
+
+fn write(workspace: &Workspace, wanted: &str) -> Result<()> {
+    for (file, content) in fresh(workspace, wanted)? {
         let path = workspace.root().join(&file);
         let up_to_date = std::fs::read_to_string(&path).is_ok_and(|committed| committed == content);
         if !up_to_date {
@@ -44,10 +66,11 @@ pub(crate) fn write(workspace: &Workspace) -> Result<()> {
     Ok(())
 }
 
-/// Fails where a committed file is not what its generator makes, and shows the first line that differs.
-pub(crate) fn compare(workspace: &Workspace) -> Result<()> {
+/// Fails where a committed file is not what its generator makes, and shows the first line that differs. Files whose path
+/// does not contain `wanted` are left out.
+pub(crate) fn compare(workspace: &Workspace, wanted: &str) -> Result<()> {
     let mut stale = Vec::new();
-    for (file, content) in fresh(workspace)? {
+    for (file, content) in fresh(workspace, wanted)? {
         let committed = std::fs::read_to_string(workspace.root().join(&file)).unwrap_or_default();
         if let Some(difference) = first_difference(&committed, &content) {
             stale.push(format!("{}:{difference}", file.display()));
@@ -60,9 +83,9 @@ pub(crate) fn compare(workspace: &Workspace) -> Result<()> {
 }
 
 /// What each generated file should hold.
-fn fresh(workspace: &Workspace) -> Result<BTreeMap<PathBuf, String>> {
+fn fresh(workspace: &Workspace, wanted: &str) -> Result<BTreeMap<PathBuf, String>> {
     let mut files = BTreeMap::new();
-    for generator in &GENERATORS {
+    for generator in GENERATORS.iter().filter(|generator| generator.makes().contains(wanted)) {
         match *generator {
             Generator::Folder { program, folder } => {
                 let empty = workspace.metadata()?.target_directory.join("generated").join(folder);
@@ -70,7 +93,7 @@ fn fresh(workspace: &Workspace) -> Result<BTreeMap<PathBuf, String>> {
                     std::fs::remove_dir_all(&empty).with_context(|| format!("emptying {}", empty.display()))?;
                 }
                 std::fs::create_dir_all(&empty).with_context(|| format!("making {}", empty.display()))?;
-                process::output(run(workspace, program).arg("--").arg(&empty))?;
+                process::output(program_of_ours(workspace, program).arg("--").arg(&empty))?;
                 let made = read_folder(&empty)?;
                 if made.is_empty() {
                     bail!("the generator of {folder} wrote no file");
@@ -78,7 +101,7 @@ fn fresh(workspace: &Workspace) -> Result<BTreeMap<PathBuf, String>> {
                 files.extend(made.into_iter().map(|(name, text)| (Path::new(folder).join(name), text)));
             }
             Generator::File { program, file } => {
-                files.insert(file.into(), process::output(&mut run(workspace, program))?);
+                files.insert(file.into(), process::output(&mut program_of_ours(workspace, program))?);
             }
             Generator::Region { make, file, name } => {
                 let path = workspace.root().join(file);
@@ -91,7 +114,7 @@ fn fresh(workspace: &Workspace) -> Result<BTreeMap<PathBuf, String>> {
     Ok(files)
 }
 
-fn run(workspace: &Workspace, program: &[&str]) -> Command {
+fn program_of_ours(workspace: &Workspace, program: &[&str]) -> Command {
     let mut command = workspace.cargo();
     command.args(["run", "--quiet", "--locked"]).args(program);
     command

@@ -44,11 +44,7 @@ enum Command {
     /// Builds the kernel programs, cistern and cistern-cni
     Build(build::Options),
     /// Writes every generated file anew
-    Gen {
-        /// Change nothing; fail where a committed file differs from the generated one
-        #[arg(long)]
-        check: bool,
-    },
+    Gen(generate::Options),
     /// Format, lints, layers, generated files and the rules of the tree
     Check(check::Options),
     /// Build, check and every test; ends with one line of counts
@@ -65,8 +61,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Setup => setup::run(&workspace)?,
         Command::BuildEbpf => drop(ebpf::build(&workspace)?),
         Command::Build(options) => build::run(&workspace, &options)?.print_sizes()?,
-        Command::Gen { check: false } => generate::write(&workspace)?,
-        Command::Gen { check: true } => generate::compare(&workspace)?,
+        Command::Gen(options) => generate::run(&workspace, &options)?,
         Command::Check(options) => return Ok(exit_code(check::run(&workspace, &options)?.is_empty())),
         Command::Test(options) => return Ok(exit_code(test::run(&workspace, &options)?)),
         Command::Bench(options) => bench::run(&workspace, &options)?,

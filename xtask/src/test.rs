@@ -32,7 +32,7 @@ pub(crate) struct Options {
 enum Stage {
     Build,
     Check,
-    /// Tests inside the packages, and their documentation's.
+    /// Tests that belong to one package, those of its documentation included.
     Unit,
     /// A test target of [`TESTS_PACKAGE`].
     Target {
@@ -109,6 +109,9 @@ fn stage_run(
         }
         Stage::Unit => {
             let mut tests = vec!["--lib".to_owned(), "--bins".to_owned()];
+            for name in workspace.metadata()?.tests_of_packages() {
+                tests.extend(["--test".to_owned(), name]);
+            }
             tests.extend(options.filter.clone());
             cargo_test(workspace, "unit", &tests, totals)?;
             let mut documentation = vec!["--doc".to_owned()];
@@ -154,17 +157,15 @@ fn cargo_test(workspace: &Workspace, stage: &'static str, arguments: &[String], 
     Ok(())
 }
 
-/// A test target that no stage names would never run, and a stage without a target would run nothing.
+/// A test target of the tests package that no stage names would never run, and a stage without a target runs nothing.
 fn check_targets_are_known(metadata: &Metadata) -> Result<()> {
     let staged: Vec<&str> = STAGES
         .iter()
         .filter_map(|stage| if let Stage::Target { name, .. } = stage { Some(*name) } else { None })
         .collect();
-    for package in &metadata.packages {
-        for target in metadata.targets(&package.name, "test") {
-            if package.name != TESTS_PACKAGE || !staged.contains(&target) {
-                bail!("no stage runs the test target {target} of {}: name it in xtask/src/test.rs", package.name);
-            }
+    for target in metadata.targets(TESTS_PACKAGE, "test") {
+        if !staged.contains(&target) {
+            bail!("no stage runs the test target {target} of {TESTS_PACKAGE}: name it in xtask/src/test.rs");
         }
     }
     Ok(())

@@ -80,6 +80,16 @@ impl Metadata {
             .map(|target| target.name.as_str())
             .collect()
     }
+
+    /// The test targets that stand beside the package they test, by name.
+    pub(crate) fn tests_of_packages(&self) -> Vec<String> {
+        self.packages
+            .iter()
+            .filter(|package| package.name != TESTS_PACKAGE)
+            .flat_map(|package| self.targets(&package.name, "test"))
+            .map(str::to_owned)
+            .collect()
+    }
 }
 
 /// One of our packages.

@@ -134,7 +134,9 @@ fn constants(tokens: &[TokenTree]) -> BTreeMap<String, Constant> {
     let mut found = BTreeMap::new();
     let mut meaning = String::new();
     for (at, token) in tokens.iter().enumerate() {
-        if let Some(line) = documentation(token) {
+        // `#![doc]` is about the module, not about what follows.
+        let is_inner = at.checked_sub(1).and_then(|before| tokens.get(before)).is_some_and(|token| is(token, "!"));
+        if let Some(line) = documentation(token).filter(|_| !is_inner) {
             meaning = [meaning, line].join(" ").trim().to_owned();
         } else if is(token, "const") {
             let value = tokens.iter().skip(at).skip_while(|token| !is(token, "=")).nth(1);
@@ -195,6 +197,8 @@ mod tests {
         pub(crate) static COUNTERS: PerCpuArray<u64, { Counter::ALL.len() }> = PerCpuArray::new();
     "#;
     const NAMES: &str = r#"
+        //! About the module.
+
         /// Every flow
         /// by its [`RevKey`].
         pub const REV: &str = "cst_rev";
