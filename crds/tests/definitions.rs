@@ -13,7 +13,7 @@ const SAMPLES: [(&str, &str); 2] = [
 ];
 
 fn node(text: &str) -> CiliumNode {
-    serde_json::from_str(text).unwrap()
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
 
 #[test]

@@ -386,7 +386,7 @@ fn rendered_values_are_accepted_again() {
 #[test]
 fn committed_table_is_the_generated_one() {
     let committed = include_str!("../../settings.md");
-    assert_eq!(committed, markdown(), "run `cargo run -p cistern-core --example settings`");
+    assert_eq!(committed, markdown(), "run `cargo xtask gen`");
     let mut missing = String::new();
     for key in KEYS.iter().filter(|key| !committed.contains(&format!("| `{}` |", key.name))) {
         let _ = writeln!(missing, "{}", key.name);
