@@ -133,7 +133,7 @@ pub(crate) fn find(
 #[inline(always)]
 pub(crate) fn cache(flow: &FlowKey, external: Address, external_port: Port, now: u32) {
     let value = FwdValue { external, external_port, zero: [0; 2], checked: now };
-    let _ = FWD.insert(flow, &value, u64::from(BPF_ANY));
+    let _ = FWD.insert(flow, value, u64::from(BPF_ANY));
 }
 
 /// Gives a flow a port, which is its own where that is free and may be given.
@@ -168,7 +168,7 @@ pub(crate) fn allocate(
         if owner == OWNER_POD && used_by_host(ctx, &key) {
             continue;
         }
-        match REV.insert(&key, &value, u64::from(BPF_NOEXIST)) {
+        match REV.insert(key, value, u64::from(BPF_NOEXIST)) {
             Ok(()) => {
                 mark_try(attempt);
                 return Ok(port);
@@ -250,7 +250,7 @@ struct SocketTuple {
 pub(crate) fn forget(flow: &FlowKey, external: Address, external_port: Port) {
     let key = flow.outside(external, external_port);
     if owned(&key, flow).is_some() {
-        let _ = REV.remove(&key);
+        let _ = REV.remove(key);
     }
     let _ = FWD.remove(flow);
 }

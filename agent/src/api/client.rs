@@ -425,8 +425,7 @@ mod tests {
         assert!(matches!(error, ClientError::Unreachable { .. }) && error.is_retryable());
 
         let _listener = UnixListener::bind(directory.path().join("stuck.sock")).unwrap();
-        let mut client =
-            Client::new(directory.path().join("stuck.sock")).with_timeout(Duration::from_millis(50));
+        let mut client = Client::new(directory.path().join("stuck.sock")).with_timeout(Duration::from_millis(50));
         let error = del(&mut client).unwrap_err();
         assert!(matches!(error, ClientError::Broken { .. }) && error.may_have_happened(), "{error}");
     }

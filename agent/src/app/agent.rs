@@ -23,8 +23,11 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let _lock = state.lock().await?;
     refuse_overlaps(&settings)?;
 
-    let client =
-        crate::kubernetes::client::connect(settings.kubeconfig_path.as_deref(), settings.api_server.as_ref().map(|url| url.as_str())).await?;
+    let client = crate::kubernetes::client::connect(
+        settings.kubeconfig_path.as_deref(),
+        settings.api_server.as_ref().map(|url| url.as_str()),
+    )
+    .await?;
     let (targets, maps) = kernel::open(&settings)?;
     let files = LeaseFiles::open(&state)?;
     let (leases, set_aside) = files.read()?;

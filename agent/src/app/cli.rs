@@ -32,9 +32,13 @@ pub fn command() -> Command {
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(role("agent", "Runs the node: pod addresses, routes, masquerading"))
-        .subcommand(role("operator", "Runs the operator: takes part in the leader election, gives each node its pod CIDR"))
+        .subcommand(role(
+            "operator",
+            "Runs the operator: takes part in the leader election, gives each node its pod CIDR",
+        ))
         .subcommand(Ask::augment_args(
-            Command::new("status").about("What this node is doing, what it waits for, and why (exit code 2: not ready)"),
+            Command::new("status")
+                .about("What this node is doing, what it waits for, and why (exit code 2: not ready)"),
         ))
         .subcommand(IpCommand::augment_subcommands(asking("ip", "Addresses of this node")))
         .subcommand(BpfCommand::augment_subcommands(asking("bpf", "What the kernel programs hold")))
@@ -53,21 +57,23 @@ fn asking(name: &'static str, about: &'static str) -> Command {
 fn setting_flags() -> Vec<Arg> {
     KEYS.iter()
         .map(|key| {
-            let argument = Arg::new(key.name)
-                .long(key.name)
-                .action(ArgAction::Set)
-                .value_name("VALUE")
-                .help(format!("{} [{}]", key.meaning.trim(), key.expected));
+            let argument = Arg::new(key.name).long(key.name).action(ArgAction::Set).value_name("VALUE").help(format!(
+                "{} [{}]",
+                key.meaning.trim(),
+                key.expected
+            ));
             // `--debug` alone stands for `--debug=true`.
-            if key.is_switch { argument.num_args(0..=1).default_missing_value("true").require_equals(true) } else { argument }
+            if key.is_switch {
+                argument.num_args(0..=1).default_missing_value("true").require_equals(true)
+            } else {
+                argument
+            }
         })
         .collect()
 }
 
 fn given_flags(matches: &ArgMatches) -> BTreeMap<String, String> {
-    KEYS.iter()
-        .filter_map(|key| Some((key.name.to_owned(), matches.get_one::<String>(key.name)?.clone())))
-        .collect()
+    KEYS.iter().filter_map(|key| Some((key.name.to_owned(), matches.get_one::<String>(key.name)?.clone()))).collect()
 }
 
 /// Runs the command of this process.
@@ -77,14 +83,11 @@ pub fn run() -> ExitCode {
     let result = match matches.subcommand() {
         Some(("agent", matches)) => return role(matches, Role::Agent),
         Some(("operator", matches)) => return role(matches, Role::Operator),
-        Some(("status", matches)) => with_ask(matches, |ask| cli::status(ask, &mut std::io::stdout())).map(|ready| {
-            if ready { ExitCode::SUCCESS } else { ExitCode::from(NOT_READY) }
-        }),
+        Some(("status", matches)) => with_ask(matches, |ask| cli::status(ask, &mut std::io::stdout()))
+            .map(|ready| if ready { ExitCode::SUCCESS } else { ExitCode::from(NOT_READY) }),
         Some(("ip", matches)) => asked(matches, |ask, command| cli::ip(ask, command, &mut std::io::stdout())),
         Some(("bpf", matches)) => asked(matches, |ask, command| cli::bpf(ask, command, &mut std::io::stdout())),
-        Some(("explain", matches)) => {
-            asked(matches, |ask, command| cli::explain(ask, command, &mut std::io::stdout()))
-        }
+        Some(("explain", matches)) => asked(matches, |ask, command| cli::explain(ask, command, &mut std::io::stdout())),
         _ => Err("no command".to_owned()),
     };
     result.unwrap_or_else(|error| {
@@ -93,10 +96,7 @@ pub fn run() -> ExitCode {
     })
 }
 
-fn with_ask<T>(
-    matches: &ArgMatches,
-    answer: impl FnOnce(&Ask) -> Result<T, cli::CliError>,
-) -> Result<T, String> {
+fn with_ask<T>(matches: &ArgMatches, answer: impl FnOnce(&Ask) -> Result<T, cli::CliError>) -> Result<T, String> {
     let ask = Ask::from_arg_matches(matches).map_err(|error| error.to_string())?;
     answer(&ask).map_err(|error| error.to_string())
 }

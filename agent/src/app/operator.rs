@@ -17,8 +17,11 @@ use cistern_core::settings::{IpamMode, Settings};
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let cancel = signals::cancelled_by_signal()?;
     let shared = Shared::new(Clock::system());
-    let client =
-        crate::kubernetes::client::connect(settings.kubeconfig_path.as_deref(), settings.api_server.as_ref().map(|url| url.as_str())).await?;
+    let client = crate::kubernetes::client::connect(
+        settings.kubeconfig_path.as_deref(),
+        settings.api_server.as_ref().map(|url| url.as_str()),
+    )
+    .await?;
     let operator = Operator {
         client,
         election: election(&settings)?,

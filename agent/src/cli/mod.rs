@@ -3,9 +3,7 @@
 mod print;
 
 use crate::api::client::{Client, ClientError};
-use crate::api::types::{
-    ExplainMasqueradeRequest, ExplainMasqueradeResponse, IpReport, SOCKET_PATH, Status,
-};
+use crate::api::types::{ExplainMasqueradeRequest, ExplainMasqueradeResponse, IpReport, SOCKET_PATH, Status};
 use clap::{Args, Subcommand, ValueEnum};
 use std::io::Write;
 use std::net::Ipv4Addr;

@@ -63,7 +63,10 @@ pub(super) fn status(status: &Status) -> String {
         );
     }
     field("", &format!("native routing: {}", or_dash(status.masquerade.native_routing_cidr.as_ref())));
-    field("", &format!("excluded: {} prefixes; ip-masq: {}", status.masquerade.excluded, status.masquerade.ip_masq_source));
+    field(
+        "",
+        &format!("excluded: {} prefixes; ip-masq: {}", status.masquerade.excluded, status.masquerade.ip_masq_source),
+    );
     for problem in &status.masquerade.problems {
         field("", &format!("problem: {problem}"));
     }
@@ -170,10 +173,7 @@ mod tests {
             {"prefix": "10.0.0.0/8", "reason": "ip-masq-agent"},
             {"prefix": "169.254.0.0/16", "reason": null},
         ]);
-        assert_eq!(
-            super::rows(&rows),
-            "PREFIX          REASON\n10.0.0.0/8      ip-masq-agent\n169.254.0.0/16  -\n"
-        );
+        assert_eq!(super::rows(&rows), "PREFIX          REASON\n10.0.0.0/8      ip-masq-agent\n169.254.0.0/16  -\n");
         assert_eq!(super::rows(&serde_json::json!([])), "no entries\n");
     }
 }

@@ -77,7 +77,9 @@ fn blocked(input: &Input<'_>, pod_cidr: Ipv4Net) -> Option<String> {
         return Some(contested.to_string());
     }
     let overlap = overlaps_of(input.network, &[pod_cidr]).into_iter().next()?;
-    Some(format!("{overlap}: set cluster-pool-ipv4-cidr to a range that no node uses and delete this node's CiliumNode"))
+    Some(format!(
+        "{overlap}: set cluster-pool-ipv4-cidr to a range that no node uses and delete this node's CiliumNode"
+    ))
 }
 
 /// Networks of the node itself that one of these ranges overlaps. The loopback device holds the router address, and an

@@ -108,7 +108,9 @@ impl Handle {
             for message in self.receive("acknowledgement", first)? {
                 let NetlinkPayload::Error(error) = &message.payload else { continue };
                 let position = message.header.sequence_number.wrapping_sub(first) as usize;
-                let (Some(slot), Some(request)) = (outcomes.get_mut(position), requests.get(position)) else { continue };
+                let (Some(slot), Some(request)) = (outcomes.get_mut(position), requests.get(position)) else {
+                    continue;
+                };
                 *slot = Some(match error.code {
                     None => Ok(()),
                     Some(code) => Err(refusal(&request.what, code, error)),
@@ -199,11 +201,7 @@ impl Handle {
     }
 
     /// Returns whether the list is consistent.
-    fn read_dump(
-        &mut self,
-        what: &str,
-        take: &mut dyn FnMut(RouteNetlinkMessage),
-    ) -> Result<bool, NetlinkError> {
+    fn read_dump(&mut self, what: &str, take: &mut dyn FnMut(RouteNetlinkMessage)) -> Result<bool, NetlinkError> {
         let mut consistent = true;
         loop {
             for message in self.receive(what, self.sequence)? {

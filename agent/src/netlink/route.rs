@@ -58,7 +58,11 @@ impl Route {
     /// By a next hop, made by the agent.
     #[must_use]
     pub fn via(destination: IpNet, gateway: IpAddr, ifindex: u32) -> Self {
-        Self { gateway: Some(gateway), ifindex: Some(ifindex), ..Self::unreachable(destination).of_kind(RouteKind::Unicast) }
+        Self {
+            gateway: Some(gateway),
+            ifindex: Some(ifindex),
+            ..Self::unreachable(destination).of_kind(RouteKind::Unicast)
+        }
     }
 
     /// On the link of a device, made by the agent.
@@ -232,10 +236,11 @@ impl Handle {
         question.header.address_family = AddressFamily::Inet;
         question.header.table = RouteHeader::RT_TABLE_MAIN;
         question.header.protocol = protocol.map_or(RouteProtocol::Unspec, RouteProtocol::from);
-        let mut routes = self.dump(&RouteNetlinkMessage::GetRoute(question), "list routes", |message| match message {
-            RouteNetlinkMessage::NewRoute(message) => as_routes(&message),
-            _ => Vec::new(),
-        })?;
+        let mut routes =
+            self.dump(&RouteNetlinkMessage::GetRoute(question), "list routes", |message| match message {
+                RouteNetlinkMessage::NewRoute(message) => as_routes(&message),
+                _ => Vec::new(),
+            })?;
         // A kernel older than 4.20 does not filter.
         routes.retain(|route| protocol.is_none_or(|wanted| route.protocol == wanted));
         Ok(routes)

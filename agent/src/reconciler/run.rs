@@ -221,9 +221,7 @@ impl<O: Operations> Loop<O> {
             next_try = next_try.map(tracing::field::display),
             "not applied"
         );
-        self.status
-            .failing
-            .insert(format!("{key:?}"), RowStatus { error: error.to_string(), attempts, next_try });
+        self.status.failing.insert(format!("{key:?}"), RowStatus { error: error.to_string(), attempts, next_try });
     }
 
     fn delay(&self, attempts: u32) -> Duration {

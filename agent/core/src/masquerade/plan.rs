@@ -570,7 +570,7 @@ mod tests {
             for pair in merged.windows(2) {
                 prop_assert!(u32::from(pair[0].1) + 1 < u32::from(pair[1].0));
             }
-            prop_assert_eq!(merge_ports(&merged), merged.clone());
+            prop_assert_eq!(merge_ports(&merged), merged);
         }
     }
 }
