@@ -12,7 +12,10 @@
 //!             └─ allocate ─────────────────────────────────► translate, or drop
 //! ```
 
-use aya_ebpf::bindings::{BPF_NOEXIST, tcx_action_base::{TCX_DROP, TCX_NEXT}};
+use aya_ebpf::bindings::{
+    BPF_NOEXIST,
+    tcx_action_base::{TCX_DROP, TCX_NEXT},
+};
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
 use cistern_ebpf_common::abi::{
@@ -91,7 +94,8 @@ fn decide(ctx: &TcContext, packet: &Packet) -> Verdict {
         return Verdict::Pass(Counter::Disabled);
     }
     // SAFETY: user space writes devices whole, and rarely; a torn read is excluded by the four-byte value.
-    let device = unsafe { DEVICES.get(DeviceKey { ifindex: packet::ifindex(ctx) }) }.map_or([0; 4], |value| value.address);
+    let device =
+        unsafe { DEVICES.get(DeviceKey { ifindex: packet::ifindex(ctx) }) }.map_or([0; 4], |value| value.address);
     let now = nat::now();
     let opens = flow.protocol == TCP && tcp_opens(packet.flags);
     let sticky = settings.flags & SETTING_IMMEDIATE == 0;
@@ -175,14 +179,7 @@ fn decide(ctx: &TcContext, packet: &Packet) -> Verdict {
 
 /// Makes the entry of a new flow.
 #[inline(always)]
-fn open(
-    ctx: &TcContext,
-    settings: &SettingsValue,
-    flow: &FlowKey,
-    external: Address,
-    owner: u8,
-    now: u32,
-) -> Verdict {
+fn open(ctx: &TcContext, settings: &SettingsValue, flow: &FlowKey, external: Address, owner: u8, now: u32) -> Verdict {
     match nat::allocate(ctx, settings, flow, external, owner, now) {
         Ok(port) => {
             nat::cache(flow, external, port, now);
@@ -249,7 +246,8 @@ fn keep_or_pass(
 fn host(ctx: &TcContext, settings: &SettingsValue, packet: &Packet, now: u32) -> Verdict {
     let flow = &packet.flow;
     let opens = flow.protocol != TCP || tcp_opens(packet.flags);
-    if !nat::givable(settings, flow.protocol, u16::from_be_bytes(flow.source_port)) || excluded(flow.destination).is_some()
+    if !nat::givable(settings, flow.protocol, u16::from_be_bytes(flow.source_port))
+        || excluded(flow.destination).is_some()
     {
         return Verdict::Pass(Counter::HostFlow);
     }

@@ -3,12 +3,13 @@
 //! An answer to a translated flow gets the pod back as its destination. A packet that opens a flow towards a pod is
 //! remembered, so that the pod's answer leaves with the pod's own address. Everything else belongs to the host.
 
-use aya_ebpf::bindings::{BPF_ANY, tcx_action_base::{TCX_DROP, TCX_NEXT}};
+use aya_ebpf::bindings::{
+    BPF_ANY,
+    tcx_action_base::{TCX_DROP, TCX_NEXT},
+};
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
-use cistern_ebpf_common::abi::{
-    DeviceKey, EndpointKey, FlowKey, ICMP, InboundValue, RevKey, TCP, seen,
-};
+use cistern_ebpf_common::abi::{DeviceKey, EndpointKey, FlowKey, ICMP, InboundValue, RevKey, TCP, seen};
 use cistern_ebpf_common::counter::Counter;
 use cistern_ebpf_common::header::tcp_opens;
 

@@ -54,11 +54,7 @@ pub(crate) fn reserved(port: u16) -> bool {
 /// The ports that a flow of this protocol may be given.
 #[inline(always)]
 pub(crate) fn range(settings: &SettingsValue, protocol: u8) -> PortRange {
-    if protocol == ICMP {
-        PortRange::ANY
-    } else {
-        PortRange { first: settings.port_first, last: settings.port_last }
-    }
+    if protocol == ICMP { PortRange::ANY } else { PortRange { first: settings.port_first, last: settings.port_last } }
 }
 
 /// Whether a flow of this protocol may be given the port.
@@ -114,7 +110,11 @@ fn port_of(attempt: usize, flow: &FlowKey, walk: &mut PortWalk) -> u16 {
 
 /// Looks for the entry of a flow that the cache has lost, as far as any allocation ever went.
 #[inline(always)]
-pub(crate) fn find(settings: &SettingsValue, flow: &FlowKey, external: Address) -> Option<(Port, &'static mut RevValue)> {
+pub(crate) fn find(
+    settings: &SettingsValue,
+    flow: &FlowKey,
+    external: Address,
+) -> Option<(Port, &'static mut RevValue)> {
     let tries = TRIES.get(0)?;
     let mut walk = PortWalk::new(range(settings, flow.protocol), flow_hash(settings.hash_key, flow));
     for attempt in 0..ports::TRIES {
@@ -133,7 +133,7 @@ pub(crate) fn find(settings: &SettingsValue, flow: &FlowKey, external: Address) 
 #[inline(always)]
 pub(crate) fn cache(flow: &FlowKey, external: Address, external_port: Port, now: u32) {
     let value = FwdValue { external, external_port, zero: [0; 2], checked: now };
-    let _ = FWD.insert(flow, &value, u64::from(BPF_ANY));
+    let _ = FWD.insert(flow, value, u64::from(BPF_ANY));
 }
 
 /// Gives a flow a port, which is its own where that is free and may be given.
@@ -168,7 +168,7 @@ pub(crate) fn allocate(
         if owner == OWNER_POD && used_by_host(ctx, &key) {
             continue;
         }
-        match REV.insert(&key, &value, u64::from(BPF_NOEXIST)) {
+        match REV.insert(key, value, u64::from(BPF_NOEXIST)) {
             Ok(()) => {
                 mark_try(attempt);
                 return Ok(port);
@@ -250,7 +250,7 @@ struct SocketTuple {
 pub(crate) fn forget(flow: &FlowKey, external: Address, external_port: Port) {
     let key = flow.outside(external, external_port);
     if owned(&key, flow).is_some() {
-        let _ = REV.remove(&key);
+        let _ = REV.remove(key);
     }
     let _ = FWD.remove(flow);
 }

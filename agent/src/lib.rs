@@ -3,9 +3,11 @@
 pub mod api;
 pub mod app;
 pub mod cli;
+pub mod clock;
 pub mod cni;
 pub mod controllers;
 pub mod datapath;
+pub mod files;
 pub mod kubernetes;
 pub mod netlink;
 pub mod reconciler;

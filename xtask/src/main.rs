@@ -1,2 +1,85 @@
-//! placeholder
-fn main() {}
+//! Cistern's developer commands, and the ones that CI calls: `cargo xtask --help`.
+//!
+//! | module | command |
+//! |---|---|
+//! | [`setup`] | `setup`: installs what the other commands need |
+//! | [`ebpf`] | `build-ebpf`: the kernel programs, with whichever toolchain can build them |
+//! | [`build`] | `build`: kernel programs, then the binaries |
+//! | [`generate`] | `gen`: the files that are derived from code |
+//! | [`check`] | `check`: everything that is judged without running Cistern |
+//! | [`test`] | `test`: all of the above and every test |
+//! | [`bench`] | `bench`: speed and size |
+//! | [`demo`] | `demo`: two nodes on this machine |
+//!
+//! [`workspace`] knows the paths and what Cargo knows of them; [`process`] starts other programs.
+
+mod bench;
+mod build;
+mod check;
+mod demo;
+mod ebpf;
+mod generate;
+mod process;
+mod setup;
+mod test;
+mod workspace;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+use workspace::Workspace;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Cistern's developer commands", disable_version_flag = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Installs what is missing (Debian, as root), or prints it and stops
+    Setup,
+    /// Builds the kernel programs into target/ebpf/cistern.o
+    BuildEbpf,
+    /// Builds the kernel programs, cistern and cistern-cni
+    Build(build::Options),
+    /// Writes every generated file anew
+    Gen(generate::Options),
+    /// Format, lints, layers, generated files and the rules of the tree
+    Check(check::Options),
+    /// Build, check and every test; ends with one line of counts
+    Test(test::Options),
+    /// Measures speed and size, and prints medians
+    Bench(bench::Options),
+    /// Two nodes, four pods and an outside host on this machine (as root)
+    Demo(demo::Options),
+}
+
+fn run(command: Command) -> anyhow::Result<ExitCode> {
+    let workspace = Workspace::locate()?;
+    match command {
+        Command::Setup => setup::run(&workspace)?,
+        Command::BuildEbpf => drop(ebpf::build(&workspace)?),
+        Command::Build(options) => build::run(&workspace, &options)?.print_sizes()?,
+        Command::Gen(options) => generate::run(&workspace, &options)?,
+        Command::Check(options) => return Ok(exit_code(check::run(&workspace, &options)?.is_empty())),
+        Command::Test(options) => return Ok(exit_code(test::run(&workspace, &options)?)),
+        Command::Bench(options) => bench::run(&workspace, &options)?,
+        Command::Demo(options) => demo::run(&workspace, &options)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn exit_code(good: bool) -> ExitCode {
+    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn main() -> ExitCode {
+    match run(Arguments::parse().command) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

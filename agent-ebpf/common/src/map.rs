@@ -26,8 +26,7 @@ pub const EVENTS: &str = "cst_events";
 pub const COUNTERS: &str = "cst_counters";
 
 /// All maps, in the order in which they are reported.
-pub const ALL: [&str; 11] =
-    [REV, FWD, INBOUND, ENDPOINTS, DEVICES, EXCLUDED, SETTINGS, PORTS, TRIES, EVENTS, COUNTERS];
+pub const ALL: [&str; 11] = [REV, FWD, INBOUND, ENDPOINTS, DEVICES, EXCLUDED, SETTINGS, PORTS, TRIES, EVENTS, COUNTERS];
 
 /// Flows that can be translated at a time, unless the loader overrides it.
 pub const REV_ENTRIES: usize = 262_144;

@@ -21,3 +21,4 @@ pub mod lease;
 pub mod masquerade;
 pub mod reconcile;
 pub mod settings;
+mod spelling;

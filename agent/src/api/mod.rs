@@ -3,4 +3,5 @@
 //! [`types`] is the contract; [`client`] is blocking and has no async runtime, because the CNI plugin must start in
 //! about a millisecond.
 pub mod client;
+pub mod server;
 pub mod types;

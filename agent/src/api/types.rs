@@ -41,6 +41,9 @@ pub struct AddRequest {
     /// The pod, where the runtime named it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<PodRef>,
+    /// When the plugin was started: an ADD that began after a DEL for the same key was not overtaken by it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started: Option<jiff::Timestamp>,
 }
 
 /// Answer to [`AddRequest`].
@@ -108,4 +111,253 @@ pub struct CheckResponse {
     pub router: Ipv4Addr,
     /// The host side of the pair, as confirmed.
     pub host_ifname: Option<String>,
+}
+
+/// `GET /v1/healthz`: 200 when the agent serves pods, 503 when it does not, with the reasons.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Health {
+    /// Whether pods can be served now.
+    pub ready: bool,
+    /// Why not; empty when ready.
+    pub reasons: Vec<String>,
+}
+
+/// `GET /v1/status`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// What this build is: version, and whether it carries the kernel programs.
+    pub build: String,
+    /// Name of this node.
+    pub node: String,
+    /// IPAM mode.
+    pub ipam_mode: String,
+    /// As in `GET /v1/healthz`.
+    pub health: Health,
+    /// Everything that is waited for.
+    pub waits: Vec<WaitReport>,
+    /// The pod CIDR that addresses come from.
+    pub pod_cidr: Option<String>,
+    /// The router address of this node.
+    pub router: Option<Ipv4Addr>,
+    /// Addresses by state.
+    pub addresses: AddressCounts,
+    /// Masquerading on this node.
+    pub masquerade: MasqueradeReport,
+    /// Rows of each target that are not as desired.
+    pub reconcilers: Vec<ReconcilerReport>,
+    /// Who leads the operators; absent when this process does not take part.
+    pub leader_election: Option<LeaderReport>,
+    /// Nodes whose pod CIDRs this node knows, itself included.
+    pub nodes: Vec<NodeReport>,
+}
+
+/// One wait.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WaitReport {
+    /// Who waits.
+    pub name: String,
+    /// For what.
+    pub reason: String,
+    /// Since when, RFC 3339.
+    pub since: String,
+    /// Next try, RFC 3339; absent when an event is awaited.
+    pub next_try: Option<String>,
+}
+
+/// How many addresses of the pod CIDR are in which state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct AddressCounts {
+    /// Addresses that pods can be given, the router's left out.
+    pub capacity: u64,
+    /// Leased to pods.
+    pub used: u64,
+    /// Given back a short while ago and not given out again yet.
+    pub quarantined: u64,
+}
+
+/// How pod traffic that leaves the cluster is treated.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MasqueradeReport {
+    /// `eBPF`, or why not.
+    pub mode: String,
+    /// Devices with programs attached, each with the address that pods leave under.
+    pub devices: Vec<DeviceReport>,
+    /// `ipv4-native-routing-cidr`.
+    pub native_routing_cidr: Option<String>,
+    /// Where the ip-masq-agent list comes from: `file …`, `built-in …`, `last good …`, `off`.
+    pub ip_masq_source: String,
+    /// Number of excluded prefixes in the kernel.
+    pub excluded: usize,
+    /// Warnings and the error of the last reading of the file.
+    pub problems: Vec<String>,
+}
+
+/// One device that masquerades.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceReport {
+    /// Name.
+    pub name: String,
+    /// Index.
+    pub ifindex: u32,
+    /// Address that pods leave under.
+    pub address: Option<Ipv4Addr>,
+    /// Why this device was chosen.
+    pub reason: String,
+}
+
+/// The state of one reconciler.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReconcilerReport {
+    /// Target.
+    pub name: String,
+    /// Rows as desired.
+    pub done: usize,
+    /// Rows that are not, each with its error and next try.
+    pub failing: Vec<RowReport>,
+}
+
+/// One row that is not as desired.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowReport {
+    /// Key of the row.
+    pub key: String,
+    /// Last error.
+    pub error: String,
+    /// Failed tries.
+    pub attempts: u32,
+    /// Next try, RFC 3339; absent for a permanent error, which waits for the next full pass.
+    pub next_try: Option<String>,
+}
+
+/// The leader election as this process sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaderReport {
+    /// This process leads.
+    pub leading: bool,
+    /// Who leads, as last seen.
+    pub holder: Option<String>,
+    /// Name of this process in the election.
+    pub identity: String,
+}
+
+/// A node of the cluster as this node knows it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeReport {
+    /// Name.
+    pub name: String,
+    /// `InternalIP`.
+    pub internal_ip: Option<Ipv4Addr>,
+    /// Pod CIDRs.
+    pub pod_cidrs: Vec<String>,
+}
+
+/// `GET /v1/ip`: one address that is not free, or that is kept back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IpReport {
+    /// The address.
+    pub address: Ipv4Addr,
+    /// `confirmed`, `provisional`, `quarantined`, `reserved`.
+    pub state: String,
+    /// `namespace/pod`, or the role of a reserved address.
+    pub owner: String,
+    /// `CNI_CONTAINERID`, where a pod holds it.
+    pub container_id: Option<String>,
+    /// `CNI_IFNAME`, where a pod holds it.
+    pub ifname: Option<String>,
+    /// Since when, RFC 3339.
+    pub since: Option<String>,
+    /// When the state ends by itself, RFC 3339: expiry of a provisional lease, end of quarantine.
+    pub until: Option<String>,
+}
+
+/// `POST /v1/explain/masquerade`: what would happen to a packet of a pod.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExplainMasqueradeRequest {
+    /// Source address.
+    pub from: Ipv4Addr,
+    /// Source port; any when absent.
+    #[serde(default)]
+    pub from_port: Option<u16>,
+    /// Destination address.
+    pub to: Ipv4Addr,
+    /// Destination port.
+    #[serde(default)]
+    pub to_port: Option<u16>,
+    /// `tcp`, `udp`, `icmp`.
+    pub protocol: String,
+}
+
+/// Answer to [`ExplainMasqueradeRequest`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExplainMasqueradeResponse {
+    /// `masqueraded` or `unchanged` or `dropped`.
+    pub verdict: String,
+    /// The rule that decides.
+    pub rule: String,
+    /// Why, in words.
+    pub why: String,
+    /// The address the packet leaves under.
+    pub leaves_as: Option<Ipv4Addr>,
+    /// Device it would leave by.
+    pub device: Option<String>,
+}
+
+/// Answer to `POST /v1/ipam` (`ipam` 5.1).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct IpamResponse {
+    /// The addressing of this node.
+    pub host_addressing: HostAddressing,
+    /// What was allocated.
+    pub address: AddressPair,
+    /// Details of the IPv4 address; absent when none was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ipv4: Option<IpamAddress>,
+}
+
+/// Addressing of a node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostAddressing {
+    /// IPv4.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ipv4: Option<HostFamily>,
+}
+
+/// Addressing of a node in one family.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct HostFamily {
+    /// The family is on.
+    pub enabled: bool,
+    /// Router address.
+    pub ip: Ipv4Addr,
+    /// The pod CIDR.
+    pub alloc_range: String,
+}
+
+/// Allocated addresses by family.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct AddressPair {
+    /// IPv4.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ipv4: Option<Ipv4Addr>,
+    /// Pool of the IPv4 address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ipv4_pool_name: Option<String>,
+}
+
+/// One allocated address.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct IpamAddress {
+    /// The address.
+    pub ip: Ipv4Addr,
+    /// Gateway of the pod.
+    pub gateway: Ipv4Addr,
+    /// CIDRs that are reached without masquerading.
+    pub cidrs: Vec<String>,
+    /// To be presented when the endpoint is created; absent when no expiration was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expiration_uuid: Option<String>,
 }

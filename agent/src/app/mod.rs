@@ -1,1 +1,47 @@
-//! app
+//! Wiring: the command line, the settings, the two roles.
+//!
+//! [`agent_role`] and [`operator_role`] read like tables of contents: what runs where is answered there.
+
+pub mod agent;
+pub mod agent_api;
+pub mod agent_role;
+pub mod build_info;
+pub mod cli;
+pub mod kernel;
+pub mod node_status;
+pub mod operator;
+pub mod operator_role;
+pub mod remembered;
+pub mod settings;
+mod signals;
+pub mod supervisor;
+pub mod targets;
+
+use crate::telemetry;
+use cistern_core::settings::{LogFormat, LogLevel, Settings};
+
+/// The configuration asks for something that must not be started; exit code 64.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Refused(pub String);
+
+/// One TLS provider everywhere (`architecture` decision 13); with two linked, rustls panics at its first use unless one
+/// is installed. Call it first thing in `main`.
+pub fn install_tls_provider() {
+    // A second call finds the first one's choice, which is the same.
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+}
+
+fn start_logging(settings: &Settings) {
+    let format = match settings.log_options.format {
+        LogFormat::Text => telemetry::Format::Text,
+        LogFormat::Json => telemetry::Format::Json,
+    };
+    let level = match settings.log_level() {
+        LogLevel::Debug => "debug",
+        LogLevel::Info => "info",
+        LogLevel::Warning => "warn",
+        LogLevel::Error => "error",
+    };
+    telemetry::init(format, level);
+}

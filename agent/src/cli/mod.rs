@@ -1,1 +1,220 @@
-//! cli
+//! The commands that ask a running agent, and print what it answers for people or as JSON.
+
+mod print;
+
+use crate::api::client::{Client, ClientError};
+use crate::api::types::{ExplainMasqueradeRequest, ExplainMasqueradeResponse, IpReport, SOCKET_PATH, Status};
+use clap::{Args, Subcommand, ValueEnum};
+use std::io::Write;
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Where to ask, and how to print.
+#[derive(Debug, Clone, Args)]
+pub struct Ask {
+    /// Socket of the agent
+    #[arg(long, env = "CISTERN_SOCKET_PATH", default_value = SOCKET_PATH, value_name = "PATH")]
+    pub socket_path: PathBuf,
+    /// `text` for people, `json` for programs
+    #[arg(short, long, value_enum, default_value_t = Output::Text)]
+    pub output: Output,
+}
+
+/// Form of what is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// Aligned columns.
+    Text,
+    /// The answer of the agent as it came.
+    Json,
+}
+
+/// `cistern ip`
+#[derive(Debug, Clone, Subcommand)]
+pub enum IpCommand {
+    /// Every address of this node that is not free: who holds it, since when, and until when it is kept back
+    List,
+}
+
+/// `cistern bpf`
+#[derive(Debug, Clone, Subcommand)]
+pub enum BpfCommand {
+    /// Destinations that pods reach under their own address, each with the reason
+    Ipmasq {
+        /// What to do
+        #[command(subcommand)]
+        command: ListCommand,
+    },
+    /// Translated flows: pod, remote, external port, protocol, state, age, idle time, device
+    Snat {
+        /// What to do
+        #[command(subcommand)]
+        command: ListCommand,
+    },
+    /// Pods of this node as the kernel programs know them
+    Endpoint {
+        /// What to do
+        #[command(subcommand)]
+        command: ListCommand,
+    },
+    /// Counters of the kernel programs: what was translated, what passed, and why
+    Counters {
+        /// What to do
+        #[command(subcommand)]
+        command: ListCommand,
+    },
+}
+
+/// The one verb of a map.
+#[derive(Debug, Clone, Copy, Subcommand)]
+pub enum ListCommand {
+    /// Prints the rows
+    List,
+}
+
+/// `cistern explain`
+#[derive(Debug, Clone, Subcommand)]
+pub enum ExplainCommand {
+    /// What happens to a packet that a pod sends: masqueraded or not, by which rule, and why
+    Masquerade {
+        /// Address of the pod, with or without `:PORT`
+        #[arg(long, value_name = "IP[:PORT]")]
+        from: Endpoint,
+        /// Destination, with or without `:PORT`
+        #[arg(long, value_name = "IP[:PORT]")]
+        to: Endpoint,
+        /// `tcp`, `udp` or `icmp`
+        #[arg(long, default_value = "tcp", value_parser = ["tcp", "udp", "icmp"])]
+        protocol: String,
+    },
+}
+
+/// An IPv4 address with an optional port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Endpoint {
+    ip: Ipv4Addr,
+    port: Option<u16>,
+}
+
+impl std::str::FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (ip, port) = match text.rsplit_once(':') {
+            Some((ip, port)) => {
+                (ip, Some(port.parse().map_err(|_| format!("port {port:?}: expected a number from 0 to 65535"))?))
+            }
+            None => (text, None),
+        };
+        let ip = ip.parse().map_err(|_| format!("{ip:?}: expected an IPv4 address such as 10.244.1.5"))?;
+        Ok(Self { ip, port })
+    }
+}
+
+/// A command could not be carried out.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// The agent did not answer, or refused.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// Printing failed.
+    #[error("print: {0}")]
+    Print(#[from] std::io::Error),
+    /// The answer cannot be printed as JSON.
+    #[error("print: {0}")]
+    Json(#[from] serde_json::Error),
+}
+
+/// Long enough for an agent that is busy, short enough for a person.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+impl Ask {
+    fn client(&self) -> Client {
+        Client::new(self.socket_path.clone()).with_timeout(TIMEOUT)
+    }
+
+    fn show<T: serde::Serialize>(
+        &self,
+        out: &mut impl Write,
+        answer: &T,
+        text: impl FnOnce(&T) -> String,
+    ) -> Result<(), CliError> {
+        match self.output {
+            Output::Json => writeln!(out, "{}", serde_json::to_string_pretty(answer)?)?,
+            Output::Text => out.write_all(text(answer).as_bytes())?,
+        }
+        Ok(())
+    }
+}
+
+/// `cistern status`. Answers whether the node is ready, for the exit code.
+///
+/// # Errors
+/// See [`CliError`].
+pub fn status(ask: &Ask, out: &mut impl Write) -> Result<bool, CliError> {
+    let status: Status = ask.client().get("/v1/status")?;
+    ask.show(out, &status, print::status)?;
+    Ok(status.health.ready)
+}
+
+/// `cistern ip …`
+///
+/// # Errors
+/// See [`CliError`].
+pub fn ip(ask: &Ask, command: &IpCommand, out: &mut impl Write) -> Result<(), CliError> {
+    match command {
+        IpCommand::List => {
+            let rows: Vec<IpReport> = ask.client().get("/v1/ip")?;
+            ask.show(out, &rows, |rows| print::addresses(rows))
+        }
+    }
+}
+
+/// `cistern bpf …`
+///
+/// # Errors
+/// See [`CliError`].
+pub fn bpf(ask: &Ask, command: &BpfCommand, out: &mut impl Write) -> Result<(), CliError> {
+    let name = match command {
+        BpfCommand::Ipmasq { .. } => "ipmasq",
+        BpfCommand::Snat { .. } => "snat",
+        BpfCommand::Endpoint { .. } => "endpoint",
+        BpfCommand::Counters { .. } => "counters",
+    };
+    let rows: serde_json::Value = ask.client().get(&format!("/v1/bpf/{name}"))?;
+    ask.show(out, &rows, print::rows)
+}
+
+/// `cistern explain …`
+///
+/// # Errors
+/// See [`CliError`].
+pub fn explain(ask: &Ask, command: &ExplainCommand, out: &mut impl Write) -> Result<(), CliError> {
+    match command {
+        ExplainCommand::Masquerade { from, to, protocol } => {
+            let request = ExplainMasqueradeRequest {
+                from: from.ip,
+                from_port: from.port,
+                to: to.ip,
+                to_port: to.port,
+                protocol: protocol.clone(),
+            };
+            let answer: ExplainMasqueradeResponse = ask.client().post("/v1/explain/masquerade", &request)?;
+            ask.show(out, &answer, |answer| print::explanation(&request, answer))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_endpoint_is_an_address_with_or_without_port() {
+        assert_eq!("10.244.1.5".parse(), Ok(Endpoint { ip: Ipv4Addr::new(10, 244, 1, 5), port: None }));
+        assert_eq!("1.1.1.1:443".parse(), Ok(Endpoint { ip: Ipv4Addr::new(1, 1, 1, 1), port: Some(443) }));
+        assert!("1.1.1.1:https".parse::<Endpoint>().unwrap_err().contains("https"));
+        assert!("one.one".parse::<Endpoint>().unwrap_err().contains("one.one"));
+    }
+}

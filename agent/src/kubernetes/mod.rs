@@ -1,1 +1,180 @@
-//! kubernetes
+//! The Kubernetes API: connecting, watching, writing, electing a leader.
+//!
+//! API structs stop at [`views`]; everything behind it works on the rows of [`crate::tables::rows`].
+
+pub mod cilium_node;
+pub mod client;
+pub mod crd;
+pub mod lease;
+pub mod records;
+pub mod views;
+pub mod watch;
+
+use cistern_core::reconcile::{Classify, ErrorClass};
+use std::future::Future;
+use std::time::Duration;
+use tokio::sync::watch as channel;
+use tokio::time::Instant;
+
+/// How long a write may take. Shorter than what is left of a leader's Lease when it renews, so that no write of a
+/// former leader arrives after a new one has begun (`ipam` decision 14).
+pub const WRITE_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// Who writes: the field manager recorded in `metadata.managedFields`.
+pub const AGENT: &str = "cistern-agent";
+/// See [`AGENT`].
+pub const OPERATOR: &str = "cistern-operator";
+
+/// A call to the API server that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum KubernetesError {
+    /// There is no usable configuration for reaching the API server.
+    #[error("kubeconfig {path}: {reason}; expected a kubeconfig file, or a service account inside a pod")]
+    Config {
+        /// The file, or `in-cluster`.
+        path: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The API server refused, or could not be reached.
+    #[error("{verb} {kind} {name}: {source}")]
+    Call {
+        /// `create`, `patch`, `list` …
+        verb: &'static str,
+        /// Kind of the object.
+        kind: &'static str,
+        /// Name of the object; empty for lists.
+        name: String,
+        /// The client's error.
+        source: Box<kube::Error>,
+    },
+    /// The API server did not answer in time; the write may have arrived.
+    #[error("{verb} {kind} {name}: no answer within {} s; it may have arrived", timeout.as_secs())]
+    Timeout {
+        /// `create`, `patch` …
+        verb: &'static str,
+        /// Kind of the object.
+        kind: &'static str,
+        /// Name of the object.
+        name: String,
+        /// How long was waited.
+        timeout: Duration,
+    },
+    /// Another process leads; nothing was written.
+    #[error("{verb} {kind} {name}: not written, this process does not lead any more")]
+    NotLeader {
+        /// `create`, `patch` …
+        verb: &'static str,
+        /// Kind of the object.
+        kind: &'static str,
+        /// Name of the object.
+        name: String,
+    },
+}
+
+impl KubernetesError {
+    /// The HTTP status, when the API server answered with one.
+    #[must_use]
+    pub fn status(&self) -> Option<u16> {
+        match self {
+            Self::Call { source, .. } => match source.as_ref() {
+                kube::Error::Api(status) => Some(status.code),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// The object does not exist, or its kind does not.
+    #[must_use]
+    pub fn is_not_found(&self) -> bool {
+        self.status() == Some(404)
+    }
+
+    /// The object exists already, or changed since it was read.
+    #[must_use]
+    pub fn is_conflict(&self) -> bool {
+        self.status() == Some(409)
+    }
+}
+
+impl Classify for KubernetesError {
+    fn class(&self) -> ErrorClass {
+        match self {
+            Self::Config { .. } => ErrorClass::Permanent,
+            Self::Timeout { .. } | Self::NotLeader { .. } => ErrorClass::Transient,
+            Self::Call { source, .. } => match source.as_ref() {
+                kube::Error::Api(status) => match status.code {
+                    429 => ErrorClass::Throttled {
+                        retry_after: status
+                            .details
+                            .as_ref()
+                            .filter(|details| details.retry_after_seconds > 0)
+                            .map(|details| Duration::from_secs(u64::from(details.retry_after_seconds))),
+                    },
+                    // The object or the caller's rights are wrong; somebody must act.
+                    400 | 401 | 403 | 405 | 413 | 415 | 422 => ErrorClass::Permanent,
+                    _ => ErrorClass::Transient,
+                },
+                kube::Error::SerdeError(_) | kube::Error::BuildRequest(_) => ErrorClass::Permanent,
+                _ => ErrorClass::Transient,
+            },
+        }
+    }
+}
+
+/// Runs one call under [`WRITE_TIMEOUT`] and says what it was when it fails.
+pub(crate) async fn write<T>(
+    verb: &'static str,
+    kind: &'static str,
+    name: &str,
+    call: impl Future<Output = Result<T, kube::Error>> + Send,
+) -> Result<T, KubernetesError> {
+    within(WRITE_TIMEOUT, verb, kind, name, call).await
+}
+
+async fn within<T>(
+    timeout: Duration,
+    verb: &'static str,
+    kind: &'static str,
+    name: &str,
+    call: impl Future<Output = Result<T, kube::Error>> + Send,
+) -> Result<T, KubernetesError> {
+    match tokio::time::timeout(timeout, call).await {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(source)) => Err(KubernetesError::Call { verb, kind, name: name.to_owned(), source: Box::new(source) }),
+        Err(_) => Err(KubernetesError::Timeout { verb, kind, name: name.to_owned(), timeout }),
+    }
+}
+
+/// Until when this process may write as leader; checked again at every write.
+#[derive(Debug, Clone)]
+pub struct Leadership(channel::Receiver<Option<Instant>>);
+
+impl Leadership {
+    /// Follows a leader election: the moment at which every write must have ended, none while another leads.
+    #[must_use]
+    pub fn new(receiver: channel::Receiver<Option<Instant>>) -> Self {
+        Self(receiver)
+    }
+
+    /// Whether this process leads now.
+    #[must_use]
+    pub fn leads(&self) -> bool {
+        self.0.borrow().is_some_and(|until| until > Instant::now())
+    }
+
+    /// Runs one write if this process leads, and ends it before another process can.
+    pub(crate) async fn write<T>(
+        &self,
+        verb: &'static str,
+        kind: &'static str,
+        name: &str,
+        call: impl Future<Output = Result<T, kube::Error>> + Send,
+    ) -> Result<T, KubernetesError> {
+        let now = Instant::now();
+        let budget = self.0.borrow().and_then(|until| until.checked_duration_since(now)).filter(|left| !left.is_zero());
+        let Some(budget) = budget else { return Err(KubernetesError::NotLeader { verb, kind, name: name.to_owned() }) };
+        within(budget.min(WRITE_TIMEOUT), verb, kind, name, call).await
+    }
+}

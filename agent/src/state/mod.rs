@@ -1,1 +1,284 @@
-//! state
+//! What survives a restart of the agent: pod leases, the last inputs from the API, the last good ip-masq-agent list.
+//!
+//! Files are JSON, written under another name and renamed into place, without fsync (`ipam` decision 8): what a
+//! `kill -9` leaves is whole, and what a power cut loses had no network namespace any more. A file that cannot be read is
+//! set aside under another name and reported; it is never overwritten.
+
+mod leases;
+
+pub use leases::LeaseFiles;
+
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Where state lives unless `state-dir` says otherwise.
+pub const STATE_DIR: &str = "/var/lib/cistern";
+
+/// Reading or writing state failed.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    /// The file system said no; what was there before is still there.
+    #[error("{action} {path}: {source}")]
+    Io {
+        /// `read`, `write`, `rename`, `create`, `remove`
+        action: &'static str,
+        /// Which file or directory.
+        path: PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
+    /// The value cannot be written as JSON.
+    #[error("encode {path}: {source}")]
+    Encode {
+        /// Which file was to be written.
+        path: PathBuf,
+        /// The reason.
+        source: serde_json::Error,
+    },
+}
+
+/// A file that could not be read and was set aside.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SetAside {
+    /// Where it was.
+    pub path: PathBuf,
+    /// Where it is now.
+    pub kept_as: PathBuf,
+    /// Why it could not be read.
+    pub reason: String,
+}
+
+impl std::fmt::Display for SetAside {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "state file {} cannot be read ({}); it is kept as {} and nothing of it is in force",
+            self.path.display(),
+            self.reason,
+            self.kept_as.display()
+        )
+    }
+}
+
+/// A directory of state files.
+#[derive(Debug, Clone)]
+pub struct StateDir {
+    root: PathBuf,
+}
+
+impl StateDir {
+    /// Opens the directory, making it if it is not there.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn open(root: impl Into<PathBuf>) -> Result<Self, StateError> {
+        let root = root.into();
+        make_dir(&root)?;
+        Ok(Self { root })
+    }
+
+    /// The directory.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Waits until no other process uses this directory, and keeps others out while the guard lives: two owners of the
+    /// leases would give one address twice.
+    ///
+    /// # Errors
+    /// When the lock file cannot be made.
+    pub async fn lock(&self) -> Result<DirLock, StateError> {
+        let path = self.root.join("lock");
+        let io = |action: &'static str, source: std::io::Error| StateError::Io { action, path: path.clone(), source };
+        let mut told = false;
+        loop {
+            let file = std::fs::File::create(&path).map_err(|source| io("create", source))?;
+            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Ok(DirLock { _lock: lock }),
+                Err((_, Errno::EWOULDBLOCK)) => {
+                    if !told {
+                        tracing::warn!(path = %path.display(), "waiting for another agent on this node to end");
+                        told = true;
+                    }
+                    tokio::time::sleep(LOCK_RETRY).await;
+                }
+                Err((_, errno)) => return Err(io("lock", errno.into())),
+            }
+        }
+    }
+
+    /// Reads `name`. A file that is not there is none; one that cannot be understood is set aside and none, and the
+    /// report says where it went.
+    ///
+    /// # Errors
+    /// When the file is there and the file system does not let us read it or set it aside.
+    pub fn read<T: DeserializeOwned>(&self, name: &str) -> Result<(Option<T>, Option<SetAside>), StateError> {
+        read_or_set_aside(&self.root.join(name))
+    }
+
+    /// Writes `name` and renames it into place.
+    ///
+    /// # Errors
+    /// When the file system says no; the old content is still in force.
+    pub fn write<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
+        write_renamed(&self.root.join(name), value)
+    }
+}
+
+/// Keeps other agents out of a state directory while it lives; the kernel lets it go with the process.
+#[derive(Debug)]
+pub struct DirLock {
+    _lock: Flock<std::fs::File>,
+}
+
+const LOCK_RETRY: Duration = Duration::from_millis(100);
+
+/// The marker of this boot: it lies below `/run`, which a reboot empties (`ipam` decision 8).
+#[derive(Debug, Clone)]
+pub struct BootMarker {
+    path: PathBuf,
+}
+
+impl BootMarker {
+    /// The marker in this directory.
+    #[must_use]
+    pub fn new(run_dir: &Path) -> Self {
+        Self { path: run_dir.join("boot") }
+    }
+
+    /// Whether an agent has finished with what a reboot leaves behind, since this boot.
+    #[must_use]
+    pub fn is_set(&self) -> bool {
+        self.path.exists()
+    }
+
+    /// Says so.
+    ///
+    /// # Errors
+    /// When the marker cannot be made.
+    pub fn set(&self) -> Result<(), StateError> {
+        if let Some(directory) = self.path.parent() {
+            make_dir(directory)?;
+        }
+        std::fs::File::create(&self.path).map(|_| ()).map_err(|source| StateError::Io {
+            action: "create",
+            path: self.path.clone(),
+            source,
+        })
+    }
+}
+
+fn make_dir(path: &Path) -> Result<(), StateError> {
+    std::fs::create_dir_all(path).map_err(|source| StateError::Io { action: "create", path: path.to_owned(), source })
+}
+
+fn read_or_set_aside<T: DeserializeOwned>(path: &Path) -> Result<(Option<T>, Option<SetAside>), StateError> {
+    let bytes = match std::fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(source) if source.kind() == ErrorKind::NotFound => return Ok((None, None)),
+        Err(source) => return Err(StateError::Io { action: "read", path: path.to_owned(), source }),
+    };
+    match serde_json::from_slice(&bytes) {
+        Ok(value) => Ok((Some(value), None)),
+        Err(error) => Ok((None, Some(set_aside(path, error.to_string())?))),
+    }
+}
+
+/// Renames a file to the first free `NAME.unreadable-N`.
+fn set_aside(path: &Path, reason: String) -> Result<SetAside, StateError> {
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let mut number = 1_u32;
+    let kept_as = loop {
+        let candidate = path.with_file_name(format!("{name}.unreadable-{number}"));
+        if !candidate.exists() {
+            break candidate;
+        }
+        number += 1;
+    };
+    std::fs::rename(path, &kept_as).map_err(|source| StateError::Io {
+        action: "set aside",
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(SetAside { path: path.to_owned(), kept_as, reason })
+}
+
+fn write_renamed<T: Serialize>(path: &Path, value: &T) -> Result<(), StateError> {
+    let bytes = serde_json::to_vec(value).map_err(|source| StateError::Encode { path: path.to_owned(), source })?;
+    let temporary = path.with_extension("new");
+    let io = |action: &'static str, path: &Path| {
+        let path = path.to_owned();
+        move |source| StateError::Io { action, path, source }
+    };
+    let mut file = std::fs::File::create(&temporary).map_err(io("write", &temporary))?;
+    file.write_all(&bytes).map_err(io("write", &temporary))?;
+    drop(file);
+    std::fs::rename(&temporary, path).map_err(io("rename", path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = StateDir::open(dir.path().join("state")).unwrap();
+        assert_eq!(state.read::<u32>("node.json").unwrap(), (None, None));
+        state.write("node.json", &7_u32).unwrap();
+        assert_eq!(state.read::<u32>("node.json").unwrap(), (Some(7), None));
+    }
+
+    #[test]
+    fn the_marker_is_there_once_it_was_set() {
+        let dir = tempfile::tempdir().unwrap();
+        let marker = BootMarker::new(&dir.path().join("run"));
+        assert!(!marker.is_set());
+        marker.set().unwrap();
+        marker.set().unwrap();
+        assert!(marker.is_set());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_second_agent_waits_until_the_first_has_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = StateDir::open(dir.path()).unwrap();
+        let first = state.lock().await.unwrap();
+        let second = tokio::time::timeout(Duration::from_secs(5), state.lock()).await;
+        assert!(second.is_err());
+        drop(first);
+        state.lock().await.unwrap();
+    }
+
+    #[test]
+    fn an_unreadable_file_is_kept_under_another_name_each_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = StateDir::open(dir.path()).unwrap();
+        for number in 1..=2 {
+            std::fs::write(dir.path().join("node.json"), b"{\"half\": ").unwrap();
+            let (value, aside) = state.read::<u32>("node.json").unwrap();
+            let aside = aside.unwrap();
+            assert_eq!(value, None);
+            assert!(aside.kept_as.ends_with(format!("node.json.unreadable-{number}")));
+            assert_eq!(std::fs::read(aside.kept_as).unwrap(), b"{\"half\": ");
+        }
+        assert!(!dir.path().join("node.json").exists());
+    }
+
+    #[test]
+    fn a_write_that_fails_leaves_the_old_content() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = StateDir::open(dir.path()).unwrap();
+        state.write("node.json", &1_u32).unwrap();
+        // A directory where the temporary file must go makes the write fail before the rename.
+        std::fs::create_dir(dir.path().join("node.new")).unwrap();
+        assert!(state.write("node.json", &2_u32).is_err());
+        assert_eq!(state.read::<u32>("node.json").unwrap(), (Some(1), None));
+    }
+}

@@ -3,6 +3,11 @@
 //! A table is a snapshot behind a `watch` channel: readers see the latest rows and never queue. Each table has one
 //! writer. Rows live in a `BTreeMap`, so that plans made from them are deterministic.
 
+pub mod rows;
+mod waits;
+
+pub use waits::Waits;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::watch;

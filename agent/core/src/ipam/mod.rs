@@ -1,4 +1,71 @@
 //! IPAM: who owns a block, who holds an address.
+//!
+//! | module | owns |
+//! |---|---|
+//! | [`cluster`] | blocks: which node has which pod CIDR |
+//! | [`node`] | addresses of this node's pod CIDR |
+//! | [`lease`] | who holds an address of this node, since when, and whether that is final |
 pub mod cluster;
 pub mod lease;
 pub mod node;
+
+use crate::ip::overlaps;
+use ipnet::IpNet;
+use jiff::Timestamp;
+use std::time::Duration;
+
+/// The moment `by` after `from`; the end of time when that is past it.
+fn later(from: Timestamp, by: Duration) -> Timestamp {
+    from.checked_add(by).unwrap_or(Timestamp::MAX)
+}
+
+/// A pod range that overlaps with a network that is in use already (`architecture` decision 12): packets to one of the
+/// two would go astray, so the start is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("pod range {pods} overlaps with {network} ({what}); choose another range for the pods, or for the other")]
+pub struct Overlap {
+    /// The pod range.
+    pub pods: IpNet,
+    /// The other network.
+    pub network: IpNet,
+    /// What the other network is, such as `eth0 of this node` or `service-cidr`.
+    pub what: String,
+}
+
+/// Every pair of a pod range and another network that overlap. The other networks are those of the nodes (of each
+/// address, with its prefix length) and the Service CIDRs, each with what it is for people. The caller leaves out what
+/// lies in the pod range rightly: the router address and the pods' own routes.
+#[must_use]
+pub fn find_overlaps(pods: &[IpNet], networks: &[(IpNet, String)]) -> Vec<Overlap> {
+    let pair = |pods: &IpNet| {
+        let pods = *pods;
+        let hits = networks.iter().filter(move |(network, _)| overlaps(&pods, network));
+        hits.map(move |(network, what)| Overlap { pods, network: network.trunc(), what: what.clone() })
+    };
+    pods.iter().flat_map(pair).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pod_range_over_the_node_network_is_found_whichever_is_larger() {
+        let net = |text: &str| text.parse::<IpNet>().unwrap();
+        let networks = [
+            (net("10.1.2.3/24"), "eth0 of this node".to_owned()),
+            (net("10.96.0.0/12"), "service-cidr".to_owned()),
+            (net("192.168.1.10/32"), "InternalIP of node-b".to_owned()),
+        ];
+        let found = |pods: &str| -> Vec<String> {
+            find_overlaps(&[net(pods)], &networks).iter().map(|overlap| overlap.what.clone()).collect()
+        };
+        assert_eq!(found("10.0.0.0/8"), ["eth0 of this node", "service-cidr"]);
+        assert_eq!(found("10.1.2.128/25"), ["eth0 of this node"]);
+        assert_eq!(found("192.168.0.0/16"), ["InternalIP of node-b"]);
+        assert!(found("10.244.0.0/16").is_empty());
+        assert!(found("fd00::/64").is_empty());
+        let text = find_overlaps(&[net("10.0.0.0/8")], &networks)[0].to_string();
+        assert!(text.contains("10.0.0.0/8") && text.contains("10.1.2.0/24") && text.contains("eth0"), "{text}");
+    }
+}

@@ -140,8 +140,8 @@ pub fn lifetime(state: FlowState, tcp_idle: u32, pressure: bool) -> u32 {
     match (state, pressure) {
         (FlowState::Established, _) => tcp_idle.max(TCP_IDLE_MINIMUM),
         (FlowState::Reset, false) => 10,
-        (FlowState::Closing, false) | (FlowState::Opening, false) => 60,
-        (FlowState::Unreplied, false) | (FlowState::Echo, false) => 30,
+        (FlowState::Closing | FlowState::Opening, false) => 60,
+        (FlowState::Unreplied | FlowState::Echo, false) => 30,
         (FlowState::Replied, false) => 180,
         (FlowState::Reset | FlowState::Closing, true) => 1,
         (FlowState::Opening | FlowState::Unreplied, true) => 5,

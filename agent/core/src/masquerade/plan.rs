@@ -1,5 +1,6 @@
 //! What the datapath shall hold: the desired rows of its maps, independent of their bytes.
 
+use crate::settings::DeviceSelector;
 use ipnet::Ipv4Net;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -169,7 +170,9 @@ pub fn exclusions(sources: &ExclusionSources) -> BTreeMap<Ipv4Net, ExcludedReaso
         .chain([(MULTICAST, ExcludedReason::Multicast), (BROADCAST, ExcludedReason::Multicast)]);
     let mut rows = BTreeMap::new();
     for (prefix, reason) in named {
-        rows.entry(prefix.trunc()).and_modify(|kept: &mut ExcludedReason| *kept = (*kept).min(reason)).or_insert(reason);
+        rows.entry(prefix.trunc())
+            .and_modify(|kept: &mut ExcludedReason| *kept = (*kept).min(reason))
+            .or_insert(reason);
     }
     rows
 }
@@ -271,21 +274,21 @@ const INSIDE_PREFIXES: [&str; 8] = ["cst", "lxc", "cni", "docker", "cilium_", "v
 
 /// Chooses the egress devices (`masquerade` 4.2).
 ///
-/// `patterns` is the setting `devices`: exact names, or prefixes ending in `+`. With any, they alone decide. Without,
-/// a device is chosen that a default route uses, or that has an address of its own and a route to outside `pod_cidrs`;
-/// a bridge needs a route through a gateway, since container tools make bridges with an address too.
+/// Where the setting `devices` names devices to take, it alone decides. Otherwise a device is chosen that a default route
+/// uses, or that has an address of its own and a route to outside `pod_cidrs`; a bridge needs a route through a gateway,
+/// since container tools make bridges with an address too.
 #[must_use]
-pub fn select_devices(facts: &DeviceFacts, patterns: &[String], pod_cidrs: &BTreeSet<Ipv4Net>) -> DeviceSelection {
+pub fn select_devices(facts: &DeviceFacts, devices: &DeviceSelector, pod_cidrs: &BTreeSet<Ipv4Net>) -> DeviceSelection {
     let mut selection = DeviceSelection::default();
     for link in &facts.links {
-        let choice = if patterns.is_empty() {
-            detect(link, facts, pod_cidrs)
-        } else {
-            match patterns.iter().find(|pattern| matches(pattern, &link.name)) {
-                Some(pattern) if link.ethernet && !link.loopback => Ok(format!("devices names it: {pattern}")),
-                Some(_) => Err("has no Ethernet header".to_owned()),
-                None => Err(format!("devices does not name it: {}", patterns.join(" "))),
-            }
+        let detected = detect(link, facts, pod_cidrs);
+        let choice = match (devices.selects(&link.name, detected.is_ok()), devices.is_automatic()) {
+            (true, true) => detected,
+            (true, false) if link.ethernet && !link.loopback => Ok(format!("devices names it: {devices}")),
+            (true, false) => Err("has no Ethernet header".to_owned()),
+            (false, true) if detected.is_ok() => Err(format!("devices leaves it out: {devices}")),
+            (false, true) => detected,
+            (false, false) => Err(format!("devices does not name it: {devices}")),
         };
         match choice {
             Ok(reason) => {
@@ -298,11 +301,6 @@ pub fn select_devices(facts: &DeviceFacts, patterns: &[String], pod_cidrs: &BTre
         }
     }
     selection
-}
-
-/// Whether a pattern of `devices` names a device.
-fn matches(pattern: &str, name: &str) -> bool {
-    pattern.strip_suffix('+').map_or(pattern == name, |prefix| name.starts_with(prefix))
 }
 
 fn detect(link: &LinkFacts, facts: &DeviceFacts, pod_cidrs: &BTreeSet<Ipv4Net>) -> Result<String, String> {
@@ -354,22 +352,23 @@ pub fn device_address(index: u32, facts: &DeviceFacts) -> Option<Ipv4Addr> {
         .filter_map(|route| route.preferred_source)
         .filter(|source| global().any(|address| address.address == *source))
         .min();
-    preferred.or_else(|| global().min_by_key(|address| (address.secondary, address.address)).map(|address| address.address))
+    preferred
+        .or_else(|| global().min_by_key(|address| (address.secondary, address.address)).map(|address| address.address))
 }
 
 /// Why the datapath is not ready to serve with these devices; `None` when it is. Without an egress device nothing would
 /// be masqueraded, and nothing else would say so.
 #[must_use]
-pub fn not_ready(selection: &DeviceSelection, patterns: &[String]) -> Option<String> {
+pub fn not_ready(selection: &DeviceSelection, devices: &DeviceSelector) -> Option<String> {
     if !selection.selected.is_empty() {
         return None;
     }
     let seen: Vec<String> = selection.left_out.iter().map(|(name, reason)| format!("{name} ({reason})")).collect();
     let seen = if seen.is_empty() { "none".to_owned() } else { seen.join(", ") };
-    Some(if patterns.is_empty() {
+    Some(if devices.is_automatic() {
         format!("no egress device: none was detected among {seen}; name one in devices")
     } else {
-        format!("no egress device: devices is {}, and what exists is {seen}", patterns.join(" "))
+        format!("no egress device: devices is {devices}, and what exists is {seen}")
     })
 }
 
@@ -428,13 +427,21 @@ mod tests {
         }
     }
 
+    fn selector(text: &str) -> DeviceSelector {
+        text.parse().unwrap()
+    }
+
+    fn automatic() -> DeviceSelector {
+        DeviceSelector::default()
+    }
+
     fn names(selection: &DeviceSelection) -> Vec<&str> {
         selection.selected.values().map(|device| device.name.as_str()).collect()
     }
 
     #[test]
     fn uplinks_are_detected_and_inside_devices_are_not() {
-        let selection = select_devices(&node(), &[], &[net("10.61.0.0/16")].into());
+        let selection = select_devices(&node(), &automatic(), &[net("10.61.0.0/16")].into());
         assert_eq!(names(&selection), ["eth0", "eth1"]);
         assert_eq!(selection.selected[&2].address, Some(Ipv4Addr::new(172, 29, 8, 20)));
         assert_eq!(selection.selected[&3].address, Some(Ipv4Addr::new(45, 33, 7, 20)));
@@ -447,21 +454,22 @@ mod tests {
     fn a_bridge_is_an_uplink_when_the_way_out_leads_over_it() {
         let mut facts = node();
         facts.links[1] = link(2, "br0", Some("bridge"));
-        assert!(names(&select_devices(&facts, &[], &BTreeSet::new())).contains(&"br0"));
+        assert!(names(&select_devices(&facts, &automatic(), &BTreeSet::new())).contains(&"br0"));
         facts.routes.remove(0);
-        assert!(!names(&select_devices(&facts, &[], &BTreeSet::new())).contains(&"br0"));
+        assert!(!names(&select_devices(&facts, &automatic(), &BTreeSet::new())).contains(&"br0"));
     }
 
     #[test]
     fn patterns_decide_alone() {
         let named = |patterns: &[&str]| {
-            let patterns: Vec<String> = patterns.iter().map(|pattern| (*pattern).to_owned()).collect();
-            let selection = select_devices(&node(), &patterns, &BTreeSet::new());
+            let selection = select_devices(&node(), &selector(&patterns.join(",")), &BTreeSet::new());
             names(&selection).into_iter().map(str::to_owned).collect::<Vec<_>>()
         };
         assert_eq!(named(&["eth+"]), ["eth0", "eth1"]);
         assert_eq!(named(&["eth1"]), ["eth1"]);
         assert_eq!(named(&["docker0", "eth1"]), ["eth1", "docker0"]);
+        assert_eq!(named(&["!eth1"]), ["eth0"], "the others are detected");
+        assert_eq!(named(&["!eth1", "eth+"]), ["eth0"], "the first match decides");
         assert_eq!(named(&["eth"]), [""; 0], "without + a pattern is a whole name");
         assert_eq!(named(&["tun+", "lo"]), [""; 0], "without an Ethernet header there is nothing to attach to");
     }
@@ -471,7 +479,7 @@ mod tests {
         let mut facts = node();
         facts.links[1].master = Some(9);
         facts.links[2].up = false;
-        assert!(select_devices(&facts, &[], &BTreeSet::new()).selected.is_empty());
+        assert!(select_devices(&facts, &automatic(), &BTreeSet::new()).selected.is_empty());
     }
 
     #[test]
@@ -490,7 +498,7 @@ mod tests {
     fn a_device_of_the_default_route_is_chosen_even_without_address() {
         let mut facts = node();
         facts.addresses.clear();
-        let selection = select_devices(&facts, &[], &BTreeSet::new());
+        let selection = select_devices(&facts, &automatic(), &BTreeSet::new());
         assert_eq!(names(&selection), ["eth0"]);
         assert_eq!(selection.selected[&2].address, None);
     }
@@ -498,16 +506,16 @@ mod tests {
     // case: masquerade AT11
     #[test]
     fn without_a_device_the_datapath_is_not_ready_and_says_why() {
-        let patterns = vec!["wlan+".to_owned()];
+        let patterns = selector("wlan+");
         let selection = select_devices(&node(), &patterns, &BTreeSet::new());
         let reason = not_ready(&selection, &patterns).unwrap();
         assert!(reason.contains("wlan+") && reason.contains("eth0"), "{reason}");
 
         let empty = DeviceFacts::default();
-        let reason = not_ready(&select_devices(&empty, &[], &BTreeSet::new()), &[]).unwrap();
+        let reason = not_ready(&select_devices(&empty, &automatic(), &BTreeSet::new()), &automatic()).unwrap();
         assert!(reason.contains("no egress device"), "{reason}");
 
-        assert_eq!(not_ready(&select_devices(&node(), &[], &BTreeSet::new()), &[]), None);
+        assert_eq!(not_ready(&select_devices(&node(), &automatic(), &BTreeSet::new()), &automatic()), None);
     }
 
     #[test]
@@ -562,7 +570,7 @@ mod tests {
             for pair in merged.windows(2) {
                 prop_assert!(u32::from(pair[0].1) + 1 < u32::from(pair[1].0));
             }
-            prop_assert_eq!(merge_ports(&merged), merged.clone());
+            prop_assert_eq!(merge_ports(&merged), merged);
         }
     }
 }

@@ -1,1 +1,198 @@
 //! Exponential back-off with jitter.
+//!
+//! `now` is the time since some fixed moment on a monotonic clock; `draw` is a fresh random number.
+
+use super::ErrorClass;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How delays grow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Backoff {
+    /// Upper bound of the first delay.
+    pub base: Duration,
+    /// Upper bound of every delay.
+    pub max: Duration,
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self { base: Duration::from_millis(100), max: Duration::from_secs(30) }
+    }
+}
+
+impl Backoff {
+    /// The delay after this many failures in a row (at least 1): between half of `base * 2^(failures-1)`, capped at
+    /// `max`, and all of it. The random half keeps many retries from falling on the same moment.
+    #[must_use]
+    pub fn delay(&self, failures: u32, draw: u64) -> Duration {
+        let doublings = failures.saturating_sub(1).min(31);
+        let ceiling = self.base.saturating_mul(1 << doublings).min(self.max);
+        let half = ceiling / 2;
+        half + spread(ceiling - half, draw)
+    }
+}
+
+/// A share of `span`, from none of it to all of it, that follows from `draw`.
+fn spread(span: Duration, draw: u64) -> Duration {
+    let nanos = span.as_nanos().saturating_mul(u128::from(draw)) / u128::from(u64::MAX);
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+/// When a key is tried again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Retry {
+    /// At this moment.
+    At(Duration),
+    /// Not by itself: at the next full pass, or when its row changes.
+    FullPass,
+}
+
+/// The keys that failed, and when each is tried again.
+#[derive(Debug, Clone)]
+pub struct Retries<K> {
+    backoff: Backoff,
+    failed: BTreeMap<K, (u32, Retry)>,
+}
+
+impl<K: Ord + Clone> Retries<K> {
+    /// Nothing has failed.
+    #[must_use]
+    pub fn new(backoff: Backoff) -> Self {
+        Self { backoff, failed: BTreeMap::new() }
+    }
+
+    /// Notes a failure and answers when the key is tried again. A permanent error is never tried fast; a throttled one
+    /// never before the other side allowed it.
+    pub fn failed(&mut self, key: K, class: ErrorClass, now: Duration, draw: u64) -> Retry {
+        let failures = self.failed.get(&key).map_or(0, |(failures, _)| *failures).saturating_add(1);
+        let delay = self.backoff.delay(failures, draw);
+        let retry = match class {
+            ErrorClass::Transient | ErrorClass::Throttled { retry_after: None } => Retry::At(now.saturating_add(delay)),
+            // On top of what was asked for, some spread: others were told the same moment.
+            ErrorClass::Throttled { retry_after: Some(silence) } => Retry::At(
+                now.saturating_add(silence)
+                    .saturating_add(spread(self.backoff.base, draw))
+                    .max(now.saturating_add(delay)),
+            ),
+            ErrorClass::Permanent => Retry::FullPass,
+        };
+        self.failed.insert(key, (failures, retry));
+        retry
+    }
+
+    /// Forgets the failures of a key: it succeeded, or its row changed so that another try is due at once.
+    pub fn reset(&mut self, key: &K) {
+        self.failed.remove(key);
+    }
+
+    /// Keys whose moment has come, by key.
+    #[must_use]
+    pub fn due(&self, now: Duration) -> Vec<K> {
+        self.failed
+            .iter()
+            .filter(|(_, (_, retry))| matches!(retry, Retry::At(at) if *at <= now))
+            .map(|(key, _)| key.clone())
+            .collect()
+    }
+
+    /// Whether the key must not be tried yet, full pass or not: only a throttled or backed-off one before its moment.
+    #[must_use]
+    pub fn waiting(&self, key: &K, now: Duration) -> bool {
+        matches!(self.failed.get(key), Some((_, Retry::At(at))) if *at > now)
+    }
+
+    /// The next moment at which a key is due.
+    #[must_use]
+    pub fn next(&self) -> Option<Duration> {
+        self.failed
+            .values()
+            .filter_map(|(_, retry)| match retry {
+                Retry::At(at) => Some(*at),
+                Retry::FullPass => None,
+            })
+            .min()
+    }
+
+    /// How often in a row the key failed, and when it is tried again.
+    #[must_use]
+    pub fn state(&self, key: &K) -> Option<(u32, Retry)> {
+        self.failed.get(key).copied()
+    }
+
+    /// How many keys have failed and not succeeded since.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.failed.len()
+    }
+
+    /// Whether nothing has failed.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.failed.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BACKOFF: Backoff = Backoff { base: Duration::from_secs(1), max: Duration::from_secs(60) };
+
+    fn seconds(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn delays_double_up_to_the_cap_with_the_upper_half_random() {
+        for (failures, ceiling) in [(1, 1), (2, 2), (3, 4), (6, 32), (7, 60), (8, 60), (u32::MAX, 60)] {
+            assert_eq!(BACKOFF.delay(failures, 0), seconds(ceiling) / 2, "{failures}");
+            assert_eq!(BACKOFF.delay(failures, u64::MAX), seconds(ceiling), "{failures}");
+            let middle = BACKOFF.delay(failures, u64::MAX / 2);
+            assert!(middle > seconds(ceiling) / 2 && middle < seconds(ceiling), "{failures}");
+        }
+    }
+
+    #[test]
+    fn each_key_has_its_own_back_off_and_success_forgets_it() {
+        let mut retries = Retries::new(BACKOFF);
+        assert_eq!(retries.failed("a", ErrorClass::Transient, seconds(10), u64::MAX), Retry::At(seconds(11)));
+        assert_eq!(retries.failed("a", ErrorClass::Transient, seconds(11), u64::MAX), Retry::At(seconds(13)));
+        assert_eq!(retries.failed("b", ErrorClass::Transient, seconds(11), u64::MAX), Retry::At(seconds(12)));
+        assert_eq!(retries.next(), Some(seconds(12)));
+        assert_eq!(retries.due(seconds(12)), ["b"]);
+        assert!(retries.waiting(&"a", seconds(12)));
+        assert_eq!(retries.due(seconds(13)), ["a", "b"]);
+        assert!(!retries.waiting(&"a", seconds(13)));
+        retries.reset(&"a");
+        assert_eq!(retries.state(&"a"), None);
+        assert_eq!(retries.failed("a", ErrorClass::Transient, seconds(20), u64::MAX), Retry::At(seconds(21)));
+    }
+
+    #[test]
+    fn a_permanent_error_is_never_due_and_does_not_wait_at_a_full_pass() {
+        let mut retries = Retries::new(BACKOFF);
+        assert_eq!(retries.failed("a", ErrorClass::Permanent, seconds(1), 7), Retry::FullPass);
+        assert_eq!(retries.next(), None);
+        assert!(retries.due(seconds(1_000_000)).is_empty());
+        assert!(!retries.waiting(&"a", seconds(1)));
+        assert_eq!(retries.len(), 1);
+    }
+
+    #[test]
+    fn throttling_is_obeyed_to_the_second_and_beyond() {
+        let mut retries = Retries::new(BACKOFF);
+        let told = ErrorClass::Throttled { retry_after: Some(seconds(17)) };
+        assert_eq!(retries.failed("a", told, seconds(100), 0), Retry::At(seconds(117)));
+        assert_eq!(retries.failed("b", told, seconds(100), u64::MAX), Retry::At(seconds(118)));
+        // Told nothing: the back-off's own delay.
+        let silent = ErrorClass::Throttled { retry_after: None };
+        assert_eq!(retries.failed("c", silent, seconds(100), u64::MAX), Retry::At(seconds(101)));
+        // A short wish does not undercut the back-off of a key that fails again and again.
+        for _ in 0..5 {
+            retries.failed("d", ErrorClass::Transient, seconds(100), 0);
+        }
+        let short = ErrorClass::Throttled { retry_after: Some(seconds(1)) };
+        assert_eq!(retries.failed("d", short, seconds(100), 0), Retry::At(seconds(116)));
+    }
+}

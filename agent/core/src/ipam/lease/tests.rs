@@ -1,0 +1,809 @@
+use super::*;
+use proptest::prelude::*;
+use std::cell::RefCell;
+
+fn at(second: i64) -> Timestamp {
+    Timestamp::from_second(1_700_000_000 + second).unwrap()
+}
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn network(ipv4: &str) -> Network {
+    Network { ipv4: Some(ipv4.parse().unwrap()), ..Network::default() }
+}
+
+fn attachment(container: impl fmt::Display) -> Attachment {
+    Attachment { container_id: container.to_string(), ifname: "eth0".to_owned() }
+}
+
+fn request(container: impl fmt::Display, uid: &str) -> AddRequest {
+    AddRequest {
+        attachment: attachment(&container),
+        pod: Some(Pod { namespace: "ns".to_owned(), name: "pod".to_owned(), uid: Some(uid.to_owned()) }),
+        netns: format!("/run/netns/{container}"),
+        started: None,
+    }
+}
+
+fn interface(index: u32) -> Interface {
+    Interface { host_ifname: format!("cst{index}"), host_ifindex: index, mac: "02:00:00:00:00:01".to_owned() }
+}
+
+/// The lease task of an agent with its disk: every change is written before an answer is looked at.
+struct Agent {
+    leases: Leases,
+    disk: BTreeMap<RecordKey, String>,
+    findings: Vec<Finding>,
+}
+
+fn write(disk: &mut BTreeMap<RecordKey, String>, changes: &[Change]) {
+    for change in changes {
+        match change {
+            Change::Put(record) => disk.insert(record.key(), record.to_json().unwrap()),
+            Change::Remove(key) => disk.remove(key),
+        };
+    }
+}
+
+impl Agent {
+    fn start(network: Network) -> Self {
+        Self::restart(BTreeMap::new(), network, at(0))
+    }
+
+    fn restart(mut disk: BTreeMap<RecordKey, String>, network: Network, now: Timestamp) -> Self {
+        let records: Vec<Record> = disk.values().map(|text| Record::from_json(text).unwrap()).collect();
+        let Restored { leases, findings, changes } = Leases::restore(records, Timings::default(), network, now, 11);
+        write(&mut disk, &changes);
+        Self { leases, disk, findings }
+    }
+
+    fn done<T>(&mut self, outcome: Outcome<T>) -> T {
+        write(&mut self.disk, &outcome.changes);
+        outcome.answer
+    }
+
+    fn add(&mut self, request: AddRequest, now: Timestamp) -> Result<Granted, AddError> {
+        let outcome = self.leases.add(request, |_| true, now, 4);
+        self.done(outcome)
+    }
+
+    fn confirm(&mut self, container: &str, generation: u64, now: Timestamp) -> Result<PodLease, ConfirmError> {
+        let outcome = self.leases.confirm(&attachment(container), generation, interface(7), now);
+        self.done(outcome)
+    }
+
+    fn del(&mut self, container: impl fmt::Display, now: Timestamp) -> Option<PodLease> {
+        let outcome = self.leases.del(&attachment(container), now);
+        self.done(outcome)
+    }
+
+    fn usage(&self) -> Usage {
+        self.leases.usage()[0].1
+    }
+}
+
+fn address(granted: &Granted) -> IpAddr {
+    granted.lease.addresses.iter().next().unwrap()
+}
+
+#[test]
+fn an_address_is_provisional_then_confirmed_and_survives_a_restart_unchanged() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let first = agent.add(request("c1", "u1"), at(0)).unwrap();
+    assert_eq!(first.router, agent.leases.router());
+    assert_ne!(first.router.iter().next().unwrap(), address(&first));
+    let again = agent.add(request("c1", "u1"), at(5)).unwrap();
+    assert_eq!((again.lease.addresses, again.lease.generation), (first.lease.addresses, first.lease.generation));
+    assert!(matches!(again.lease.state, LeaseState::Provisional { expires, .. } if expires == at(605)));
+    let confirmed = agent.confirm("c1", first.lease.generation, at(6)).unwrap();
+    // The same word again writes nothing.
+    let outcome = agent.leases.confirm(&attachment("c1"), first.lease.generation, interface(7), at(7));
+    assert_eq!((outcome.answer.as_ref(), outcome.changes.len()), (Ok(&confirmed), 0));
+    let agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(10_000));
+    assert_eq!(agent.findings, []);
+    assert_eq!(agent.leases.check(&attachment("c1"), at(10_000)), Some(&confirmed));
+    assert_eq!(agent.leases.router(), first.router);
+}
+
+#[test]
+fn confirming_what_is_not_held_or_held_anew_is_refused() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    assert!(matches!(agent.confirm("c1", 1, at(0)), Err(ConfirmError::NoLease { .. })));
+    let first = agent.add(request("c1", "u1"), at(0)).unwrap().lease;
+    agent.del("c1", at(1)).unwrap();
+    assert!(matches!(agent.confirm("c1", first.generation, at(2)), Err(ConfirmError::NoLease { .. })));
+    let second = agent.add(request("c1", "u1"), at(3)).unwrap().lease;
+    let error = agent.confirm("c1", first.generation, at(4)).unwrap_err();
+    assert_eq!(
+        error,
+        ConfirmError::OtherGeneration {
+            attachment: attachment("c1"),
+            presented: first.generation,
+            current: second.generation
+        }
+    );
+    assert!(agent.confirm("c1", second.generation + 1, at(4)).is_err());
+    assert!(agent.confirm("c1", second.generation, at(5)).is_ok());
+}
+
+#[test]
+fn without_a_pod_cidr_an_add_waits_and_everything_else_works() {
+    let mut agent = Agent::start(Network::default());
+    let error = agent.add(request("c1", "u1"), at(0)).unwrap_err();
+    assert_eq!((error.reason(), error.class()), ("waiting-for-pod-cidr", ErrorClass::Transient));
+    assert_eq!(agent.del("c1", at(1)), None);
+    let outcome = agent.leases.set_network(network("10.66.1.16/28"), at(2), 3);
+    agent.done(outcome);
+    let lease = agent.add(request("c2", "u1"), at(3)).unwrap().lease;
+    agent.confirm("c2", lease.generation, at(4)).unwrap();
+    // After a restart without the API the leases are there; only new ones wait.
+    let mut agent = Agent::restart(agent.disk, Network::default(), at(5));
+    assert!(agent.leases.check(&attachment("c2"), at(5)).is_some());
+    assert!(agent.add(request("c2", "u1"), at(6)).is_ok());
+    assert!(agent.add(request("c3", "u3"), at(6)).is_err());
+    assert!(agent.del("c2", at(7)).is_some());
+}
+
+#[test]
+fn an_exhausted_pool_says_its_numbers() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    for index in 0..13 {
+        agent.add(request(index, &format!("u{index}")), at(0)).unwrap();
+    }
+    let error = agent.add(request("x", "ux"), at(1)).unwrap_err();
+    assert_eq!((error.reason(), error.class()), ("pool-exhausted", ErrorClass::Transient));
+    let text = error.to_string();
+    assert!(text.contains("14 usable addresses, 13 in use, 1 reserved, 0 in quarantine"), "{text}");
+    // Unconfirmed leases end by themselves.
+    assert!(agent.add(request("x", "ux"), at(599)).is_err());
+    assert_eq!(agent.leases.next_deadline(), Some(at(600)));
+    assert!(agent.add(request("x", "ux"), at(600)).is_ok());
+    assert_eq!(agent.usage(), Usage { size: 14, used: 1, reserved: 1, quarantined: 12 });
+}
+
+#[test]
+fn a_del_that_overtakes_its_add_makes_that_add_fail_and_no_later_one() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    assert_eq!(agent.del("c1", at(10)), None);
+    let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(11));
+    let error = agent.add(request("c1", "u1"), at(12)).unwrap_err();
+    assert_eq!((error.reason(), error.class()), ("overtaken-by-del", ErrorClass::Permanent));
+    let started = |second| AddRequest { started: Some(at(second)), ..request("c1", "u1") };
+    assert!(agent.add(started(9), at(12)).is_err());
+    assert_eq!(agent.usage().used, 0);
+    // The runtime attaches the container again, knowing of its DEL.
+    assert!(agent.add(started(12), at(13)).is_ok());
+    assert!(!agent.disk.contains_key(&RecordKey::Tombstone(attachment("c1"))));
+    assert!(agent.add(request("c1", "u1"), at(14)).is_ok());
+    // Without a start time the tombstone counts until it is forgotten.
+    agent.del("c9", at(20));
+    assert!(agent.add(request("c9", "u9"), at(79)).is_err());
+    assert!(agent.add(request("c9", "u9"), at(80)).is_ok());
+    // A DEL that found its lease leaves none: the same container may be attached again at once.
+    assert!(agent.del("c9", at(81)).is_some());
+    assert!(agent.add(request("c9", "u9"), at(81)).is_ok());
+}
+
+// case: ipam P9
+#[test]
+fn a_repeated_del_never_takes_the_address_from_the_pod_that_has_it_now() {
+    let mut agent = Agent::start(network("10.66.1.0/30"));
+    let old = agent.add(request("old", "u1"), at(0)).unwrap();
+    agent.confirm("old", old.lease.generation, at(1)).unwrap();
+    assert!(agent.del("old", at(2)).is_some());
+    // The pool is otherwise empty, so the address goes on at once.
+    let new = agent.add(request("new", "u2"), at(3)).unwrap();
+    assert_eq!(address(&new), address(&old));
+    let confirmed = agent.confirm("new", new.lease.generation, at(4)).unwrap();
+    assert_eq!(agent.del("old", at(5)), None);
+    assert_eq!(agent.del("old", at(6)), None);
+    assert_eq!(agent.leases.check(&attachment("new"), at(7)), Some(&confirmed));
+    assert!(agent.add(request("third", "u3"), at(8)).is_err());
+}
+
+// case: ipam P12
+#[test]
+fn a_hundred_sandboxes_of_one_pod_without_a_del_do_not_exhaust_a_pool_of_32() {
+    let mut agent = Agent::start(network("10.66.1.0/27"));
+    let mut addresses = BTreeSet::new();
+    for index in 0..100 {
+        let current = format!("/run/netns/{index}");
+        let outcome = agent.leases.add(request(index, "u1"), |netns| netns == current, at(index), index as u64 * 977);
+        let granted = agent.done(outcome).unwrap();
+        addresses.insert(address(&granted));
+        agent.confirm(&index.to_string(), granted.lease.generation, at(index)).unwrap();
+        assert_eq!(agent.usage().used, 1);
+    }
+    assert!(addresses.len() > 10, "an address rests before it is given again");
+}
+
+#[test]
+fn only_an_older_sandbox_of_the_same_uid_and_interface_without_namespace_is_superseded() {
+    let mut agent = Agent::start(network("10.66.1.0/27"));
+    let other_interface = AddRequest {
+        attachment: Attachment { container_id: "a".to_owned(), ifname: "net1".to_owned() },
+        ..request("a", "u1")
+    };
+    let nameless = AddRequest { pod: None, ..request("d", "u1") };
+    let older_runtime = AddRequest {
+        pod: Some(Pod { namespace: "ns".to_owned(), name: "pod".to_owned(), uid: None }),
+        ..request("e", "u1")
+    };
+    for request in
+        [request("a", "u1"), other_interface, request("b", "u1"), request("c", "u2"), nameless, older_runtime]
+    {
+        agent.add(request, at(0)).unwrap();
+    }
+    let gone = |netns: &str| netns != "/run/netns/a" && netns != "/run/netns/c" && netns != "/run/netns/e";
+    let outcome = agent.leases.add(request("new", "u1"), gone, at(1), 4);
+    agent.done(outcome).unwrap();
+    let left: Vec<String> = agent.leases.pods().map(|lease| lease.attachment.to_string()).collect();
+    assert_eq!(left, ["a/net1", "b/eth0", "c/eth0", "d/eth0", "e/eth0", "new/eth0"]);
+    // Without a UID nothing is superseded, whatever is gone.
+    let outcome = agent.leases.add(AddRequest { pod: None, ..request("last", "") }, |_| false, at(2), 4);
+    agent.done(outcome).unwrap();
+    assert_eq!(agent.leases.pods().count(), 7);
+}
+
+#[test]
+fn an_address_rests_over_a_restart_and_is_free_after() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let lease = agent.add(request("c1", "u1"), at(0)).unwrap();
+    agent.del("c1", at(1));
+    let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(2));
+    assert_eq!(agent.usage(), Usage { size: 14, used: 0, reserved: 1, quarantined: 1 });
+    let row = agent.leases.snapshot().into_iter().find(|row| row.address == address(&lease)).unwrap();
+    assert_eq!((row.state, row.until), (RowState::Quarantined, Some(at(31))));
+    let changes = agent.leases.expire(at(31));
+    assert_eq!(changes, [Change::Remove(RecordKey::Quarantine(address(&lease)))]);
+    assert_eq!(agent.usage().free(), 13);
+}
+
+#[test]
+fn a_clock_that_was_set_back_keeps_nothing_away_for_longer_than_its_time() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    agent.add(request("c1", "u1"), at(1_000_000)).unwrap();
+    agent.add(request("c2", "u2"), at(1_000_000)).unwrap();
+    agent.del("c2", at(1_000_000));
+    agent.del("c3", at(1_000_000));
+    let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(0));
+    agent.leases.expire(at(60));
+    assert_eq!(agent.usage().quarantined, 0);
+    assert!(agent.add(request("c3", "u3"), at(61)).is_ok());
+    agent.leases.expire(at(600));
+    assert!(agent.leases.check(&attachment("c1"), at(600)).is_none());
+}
+
+#[test]
+fn leases_keep_their_addresses_when_the_pod_cidr_changes() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let old = agent.add(request("old", "u1"), at(0)).unwrap();
+    agent.confirm("old", old.lease.generation, at(1)).unwrap();
+    let old_router = agent.leases.router();
+    let outcome = agent.leases.set_network(network("10.99.0.0/24"), at(2), 3);
+    let findings = agent.done(outcome);
+    let [Finding::OutsidePodCidr { address: outside, .. }, Finding::RouterReplaced { old: router, new, .. }] =
+        &findings[..]
+    else {
+        panic!("{findings:?}");
+    };
+    assert_eq!((*outside, Some(*router)), (address(&old), old_router.iter().next()));
+    let inside: Ipv4Net = "10.99.0.0/24".parse().unwrap();
+    assert!(IpNet::from(inside).contains(new));
+    let fresh = agent.add(request("new", "u2"), at(3)).unwrap();
+    assert!(inside.contains(&fresh.lease.addresses.ipv4.unwrap()));
+    assert_eq!(agent.add(request("old", "u1"), at(4)).unwrap().lease.addresses, old.lease.addresses);
+    assert_eq!(agent.del("old", at(5)).unwrap().addresses, old.lease.addresses);
+    // Back again within the rest: the address still rests, and the live lease is booked.
+    let outcome = agent.leases.set_network(network("10.66.1.16/28"), at(6), 3);
+    agent.done(outcome);
+    assert_eq!(agent.usage(), Usage { size: 14, used: 0, reserved: 1, quarantined: 1 });
+    let outcome = agent.leases.set_network(network("10.66.1.16/28"), at(6), 3);
+    assert_eq!((outcome.answer, outcome.changes), (vec![], vec![]));
+}
+
+#[test]
+fn the_router_address_is_kept_from_our_records_then_from_elsewhere_and_else_drawn() {
+    let routers = |text: &str| Addresses { ipv4: Some(text.parse().unwrap()), ipv6: None };
+    let seen = |list: &[&str]| Network {
+        seen_routers: list.iter().map(|text| routers(text)).collect(),
+        ..network("10.66.1.16/28")
+    };
+    // From elsewhere: the first that fits.
+    let agent = Agent::start(seen(&["10.66.1.20", "10.66.1.21"]));
+    assert_eq!(agent.leases.router(), routers("10.66.1.20"));
+    assert_eq!(agent.findings, [Finding::RouterMismatch { used: ip("10.66.1.20"), other: ip("10.66.1.21") }]);
+    // Our record counts more.
+    let agent = Agent::restart(agent.disk, seen(&["10.66.1.25"]), at(1));
+    assert_eq!(agent.leases.router(), routers("10.66.1.20"));
+    assert_eq!(agent.findings, [Finding::RouterMismatch { used: ip("10.66.1.20"), other: ip("10.66.1.25") }]);
+    // One outside the pod CIDR belongs to another node.
+    let agent = Agent::start(seen(&["10.9.9.9"]));
+    let [Finding::RouterReplaced { old, new, .. }] = &agent.findings[..] else { panic!("{:?}", agent.findings) };
+    assert_eq!((*old, Some(*new)), (ip("10.9.9.9"), agent.leases.router().iter().next()));
+    // A live pod's address counts more than the router's.
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let lease = agent.add(request("c1", "u1"), at(0)).unwrap();
+    let mut disk = agent.disk.clone();
+    disk.remove(&RecordKey::Router(Family::Ipv4));
+    let agent = Agent::restart(disk, seen(&[&address(&lease).to_string()]), at(1));
+    assert_ne!(agent.leases.router().iter().next(), Some(address(&lease)));
+    assert!(matches!(&agent.findings[..], [Finding::RouterReplaced { .. }]), "{:?}", agent.findings);
+    // Configured: as it is, inside or outside.
+    let configured = |text: &str| Network { configured_router: routers(text), ..network("10.66.1.16/28") };
+    let agent = Agent::start(configured("169.254.23.0"));
+    assert_eq!((agent.leases.router(), agent.findings.len()), (routers("169.254.23.0"), 0));
+    assert_eq!(agent.usage().reserved, 0);
+    let agent = Agent::start(configured("10.66.1.17"));
+    assert!(matches!(&agent.findings[..], [Finding::RouterInsidePodCidr { .. }]), "{:?}", agent.findings);
+    assert_eq!(agent.usage().reserved, 1);
+}
+
+#[test]
+fn a_router_address_is_found_as_soon_as_one_is_free() {
+    let mut agent = Agent::start(network("10.66.1.4/31"));
+    let lease = agent.add(request("c1", "u1"), at(0)).unwrap();
+    // The next pod CIDR is just the pod's own address.
+    let narrow =
+        Network { ipv4: Some(Ipv4Net::new(lease.lease.addresses.ipv4.unwrap(), 32).unwrap()), ..Network::default() };
+    let outcome = agent.leases.set_network(narrow, at(1), 0);
+    let findings = agent.done(outcome);
+    assert!(matches!(&findings[..], [Finding::NoRouter { .. }]), "{findings:?}");
+    let error = agent.add(request("c2", "u2"), at(2)).unwrap_err();
+    assert_eq!((error.reason(), error.class()), ("no-router", ErrorClass::Transient));
+    agent.del("c1", at(3));
+    assert_eq!(agent.add(request("c2", "u2"), at(4)).unwrap_err().reason(), "pool-exhausted");
+    assert_eq!(agent.leases.router(), lease.lease.addresses);
+    assert!(!agent.disk.contains_key(&RecordKey::Quarantine(address(&lease))));
+}
+
+#[test]
+fn an_excluded_address_that_a_pod_has_is_excluded_when_the_pod_ends() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let lease = agent.add(request("c1", "u1"), at(0)).unwrap();
+    let exclusions = vec![Exclusion { address: address(&lease), label: "node-ip".to_owned() }];
+    let outcome = agent.leases.set_network(Network { exclusions, ..network("10.66.1.16/28") }, at(1), 3);
+    let findings = agent.done(outcome);
+    assert!(matches!(&findings[..], [Finding::ExclusionHeld { .. }]), "{findings:?}");
+    assert!(agent.del("c1", at(2)).is_some());
+    assert_eq!(agent.usage(), Usage { size: 14, used: 0, reserved: 2, quarantined: 0 });
+    let row = agent.leases.snapshot().into_iter().find(|row| row.address == address(&lease)).unwrap();
+    assert_eq!((row.state, row.holder.as_str()), (RowState::Reserved, "node-ip"));
+}
+
+#[test]
+fn a_reason_to_hold_back_stops_new_addresses_only() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let lease = agent.add(request("c1", "u1"), at(0)).unwrap().lease;
+    agent.leases.hold_back(Some("node-b lists the same block".to_owned()));
+    assert!(agent.add(request("c1", "u1"), at(1)).is_ok());
+    assert!(agent.confirm("c1", lease.generation, at(1)).is_ok());
+    let error = agent.add(request("c2", "u2"), at(1)).unwrap_err();
+    assert_eq!(error.reason(), "held-back");
+    assert!(error.to_string().contains("node-b"));
+    agent.leases.hold_back(None);
+    assert!(agent.add(request("c2", "u2"), at(2)).is_ok());
+}
+
+#[test]
+fn collecting_ends_what_is_not_valid_and_a_reboot_what_has_no_namespace() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    for container in ["a", "b", "c"] {
+        agent.add(request(container, container), at(0)).unwrap();
+    }
+    let outcome = agent.leases.collect(&BTreeSet::from([attachment("a"), attachment("c"), attachment("z")]), at(1));
+    let ended = agent.done(outcome);
+    assert_eq!(ended.iter().map(|lease| lease.attachment.clone()).collect::<Vec<_>>(), [attachment("b")]);
+    let outcome = agent.leases.drop_gone(|netns| netns.ends_with("/a"), at(2));
+    assert_eq!(agent.done(outcome).len(), 1);
+    assert_eq!(agent.leases.pods().map(|lease| &lease.attachment).collect::<Vec<_>>(), [&attachment("a")]);
+}
+
+fn owner_request(family: Option<Family>, uuids: bool) -> OwnerRequest {
+    OwnerRequest {
+        family,
+        owner: "ns/pod".to_owned(),
+        pool: None,
+        expiration: uuids.then(|| ExpirationIds { ipv4: "uuid-4".to_owned(), ipv6: "uuid-6".to_owned() }),
+    }
+}
+
+fn dual() -> Network {
+    Network {
+        ipv4: Some("10.66.1.16/28".parse().unwrap()),
+        ipv6: Some("fd66::/120".parse().unwrap()),
+        ..Network::default()
+    }
+}
+
+// case: ipam P1
+#[test]
+fn a_request_by_owner_without_family_gives_one_of_each_with_their_timers() {
+    let mut agent = Agent::start(dual());
+    let outcome = agent.leases.allocate_for_owner(owner_request(None, true), at(0), 5);
+    let leases = agent.done(outcome).unwrap();
+    let [v4, v6] = &leases[..] else { panic!("{leases:?}") };
+    assert!(v4.address.is_ipv4() && v6.address.is_ipv6());
+    assert_eq!((v4.pool.as_str(), v4.owner.as_str()), ("default", "ns/pod"));
+    assert_eq!(v4.expiration, Some(Expiration { uuid: "uuid-4".to_owned(), at: at(600) }));
+    assert_eq!(v6.expiration, Some(Expiration { uuid: "uuid-6".to_owned(), at: at(600) }));
+    let outcome = agent.leases.allocate_for_owner(owner_request(Some(Family::Ipv6), false), at(0), 5);
+    let leases = agent.done(outcome).unwrap();
+    assert!(leases.len() == 1 && leases[0].address.is_ipv6() && leases[0].expiration.is_none());
+    let mut unknown = owner_request(None, false);
+    unknown.pool = Some("gold".to_owned());
+    let outcome = agent.leases.allocate_for_owner(unknown, at(0), 5);
+    assert_eq!(agent.done(outcome), Err(OwnerError::UnknownPool { pool: "gold".to_owned() }));
+    // A pod gets one of each too.
+    let pod = agent.add(request("c1", "u1"), at(0)).unwrap();
+    assert!(pod.lease.addresses.ipv4.is_some() && pod.lease.addresses.ipv6.is_some());
+    assert!(pod.router.ipv4.is_some() && pod.router.ipv6.is_some());
+}
+
+// case: ipam P2
+#[test]
+fn exhaustion_by_owner_says_its_numbers_and_keeps_nothing() {
+    let mut agent = Agent::start(Network { ipv4: Some("10.66.1.4/31".parse().unwrap()), ..dual() });
+    let outcome = agent.leases.allocate_for_owner(owner_request(None, false), at(0), 5);
+    agent.done(outcome).unwrap();
+    let before = (agent.leases.usage(), agent.disk.clone());
+    let outcome = agent.leases.allocate_for_owner(owner_request(None, false), at(1), 5);
+    let error = agent.done(outcome).unwrap_err();
+    assert_eq!(error.class(), ErrorClass::Transient);
+    assert!(error.to_string().contains("range full: 10.66.1.4/31 has 2 usable addresses"), "{error}");
+    assert_eq!((agent.leases.usage(), agent.disk.clone()), before);
+}
+
+// case: ipam P3
+#[test]
+fn giving_back_by_address_touches_only_what_was_given_by_owner() {
+    let mut agent = Agent::start(dual());
+    let pod = agent.add(request("c1", "u1"), at(0)).unwrap();
+    let outcome = agent.leases.release_for_owner(address(&pod), "default", at(1));
+    let error = agent.done(outcome).unwrap_err();
+    assert_eq!(error, OwnerError::InUse { address: address(&pod), attachment: attachment("c1") });
+    assert!(error.to_string().contains("in use by endpoint c1/eth0"));
+    let router = agent.leases.router().iter().next().unwrap();
+    for not_given in [router, ip("10.66.1.30"), ip("192.0.2.1")] {
+        let outcome = agent.leases.release_for_owner(not_given, "default", at(1));
+        assert!(matches!(agent.done(outcome), Err(OwnerError::NotAllocated { .. })));
+    }
+    let free = ip("10.66.1.29");
+    let outcome = agent.leases.allocate_address_for_owner(free, "ns/other".to_owned(), "default", at(2));
+    assert_eq!(agent.done(outcome).unwrap().address, free);
+    for (taken, expected) in [(free, "owner ns/other"), (address(&pod), "c1/eth0")] {
+        let outcome = agent.leases.allocate_address_for_owner(taken, "ns/third".to_owned(), "default", at(2));
+        let error = agent.done(outcome).unwrap_err();
+        assert!(error.to_string().contains(&format!("already allocated to {expected}")), "{error}");
+    }
+    let outcome = agent.leases.allocate_address_for_owner(router, "ns/third".to_owned(), "default", at(2));
+    assert!(matches!(agent.done(outcome), Err(OwnerError::Address(AddressError::Excluded { .. }))));
+    let outcome = agent.leases.release_for_owner(free, "gold", at(3));
+    assert!(matches!(agent.done(outcome), Err(OwnerError::NotAllocated { .. })), "the pool is part of the key");
+    let mut agent = Agent::restart(agent.disk, dual(), at(3));
+    let outcome = agent.leases.release_for_owner(free, "default", at(3));
+    assert_eq!(agent.done(outcome).unwrap().owner, "ns/other");
+    let outcome = agent.leases.release_for_owner(free, "default", at(4));
+    assert!(agent.done(outcome).is_err(), "given back already");
+}
+
+// case: ipam P5
+#[test]
+fn a_timer_gives_the_address_back_unless_its_uuid_stopped_it() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let mut allocate = |uuid: &str| {
+        let mut request = owner_request(None, true);
+        request.expiration = Some(ExpirationIds { ipv4: uuid.to_owned(), ipv6: String::new() });
+        let outcome = agent.leases.allocate_for_owner(request, at(0), 5);
+        agent.done(outcome).unwrap().remove(0).address
+    };
+    let (kept, lost) = (allocate("right"), allocate("other"));
+    // Timers outlive the agent.
+    let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(10));
+    let mut stop = |address, pool: &str, uuid: &str| {
+        let outcome = agent.leases.stop_expiration(address, pool, uuid, at(11));
+        agent.done(outcome)
+    };
+    assert!(matches!(stop(kept, "default", "wrong"), Err(OwnerError::OtherTimer { .. })));
+    assert!(matches!(stop(kept, "gold", "right"), Err(OwnerError::NoTimer { .. })));
+    assert_eq!(stop(kept, "default", "right"), Ok(()));
+    let error = stop(kept, "default", "right").unwrap_err();
+    assert!(error.to_string().contains("no expiration timer registered"), "{error}");
+    assert_eq!(agent.leases.next_deadline(), Some(at(600)));
+    let changes = agent.leases.expire(at(599));
+    assert!(changes.is_empty());
+    let changes = agent.leases.expire(at(600));
+    assert!(changes.contains(&Change::Remove(RecordKey::Owner("default".to_owned(), lost))), "{changes:?}");
+    assert_eq!(agent.usage(), Usage { size: 14, used: 1, reserved: 1, quarantined: 1 });
+    let outcome = agent.leases.stop_expiration(lost, "default", "other", at(601));
+    assert!(matches!(agent.done(outcome), Err(OwnerError::NoTimer { .. })));
+}
+
+#[test]
+fn of_two_recorded_holders_the_younger_is_kept_and_the_other_reported() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let old = agent.add(request("old", "u1"), at(0)).unwrap().lease;
+    let mut young = agent.add(request("young", "u2"), at(0)).unwrap().lease;
+    young.addresses = old.addresses;
+    let forged = Record::Pod(young);
+    agent.disk.insert(forged.key(), forged.to_json().unwrap());
+    let agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(1));
+    let address = old.addresses.iter().next().unwrap();
+    let (kept, dropped) = ("young/eth0".to_owned(), "old/eth0".to_owned());
+    assert_eq!(agent.findings, [Finding::TwoHolders { address, kept, dropped }]);
+    assert_eq!(agent.leases.pods().count(), 1);
+    assert!(!agent.disk.contains_key(&RecordKey::Pod(attachment("old"))));
+}
+
+#[test]
+fn records_read_as_written_and_others_are_refused_by_name() {
+    let mut agent = Agent::start(dual());
+    let lease = agent.add(request("c1", "u1"), at(0)).unwrap().lease;
+    agent.confirm("c1", lease.generation, at(1)).unwrap();
+    agent.add(request("c2", "u2"), at(0)).unwrap();
+    agent.del("c2", at(1));
+    agent.del("c3", at(1));
+    let outcome = agent.leases.allocate_for_owner(owner_request(None, true), at(0), 5);
+    agent.done(outcome).unwrap();
+    let kinds: BTreeSet<&str> = agent.disk.values().map(|text| text.split('"').nth(5).unwrap()).collect();
+    assert_eq!(kinds, BTreeSet::from(["owner", "pod", "quarantine", "router", "tombstone"]));
+    for (key, text) in &agent.disk {
+        let record = Record::from_json(text).unwrap();
+        assert_eq!((&record.key(), &record.to_json().unwrap()), (key, text));
+        assert!(text.starts_with(r#"{"format":1,"kind":"#), "{text}");
+        for length in 0..text.len() {
+            assert!(Record::from_json(&text[..length]).is_err());
+        }
+    }
+    let error = Record::from_json(r#"{"format":2,"kind":"new","field":[]}"#).unwrap_err();
+    assert!(matches!(error, RecordError::Format { found: 2 }), "{error}");
+    assert!(error.to_string().contains("format 2") && error.to_string().contains("format 1"));
+    assert!(matches!(Record::from_json(r#"{"format":1,"kind":"new"}"#), Err(RecordError::Damaged(_))));
+}
+
+#[test]
+fn the_snapshot_says_of_each_address_why_it_is_not_free() {
+    let mut agent = Agent::start(Network {
+        exclusions: vec![
+            Exclusion { address: ip("10.66.1.20"), label: "node-ip".to_owned() },
+            Exclusion { address: ip("192.0.2.1"), label: "node-ip".to_owned() },
+        ],
+        ..network("10.66.1.16/28")
+    });
+    let first = agent.add(request("c1", "u1"), at(0)).unwrap().lease;
+    agent.confirm("c1", first.generation, at(1)).unwrap();
+    agent.add(request("c2", "u2"), at(0)).unwrap();
+    agent.add(request("c3", "u3"), at(0)).unwrap();
+    agent.del("c3", at(2));
+    let outcome = agent.leases.allocate_for_owner(owner_request(None, false), at(0), 5);
+    agent.done(outcome).unwrap();
+    let rows = agent.leases.snapshot();
+    assert!(rows.is_sorted_by_key(|row| row.address));
+    let states: Vec<(RowState, &str)> = rows.iter().map(|row| (row.state, row.holder.as_str())).collect();
+    for expected in [
+        (RowState::Confirmed, "c1/eth0"),
+        (RowState::Provisional, "c2/eth0"),
+        (RowState::Quarantined, "c3/eth0"),
+        (RowState::Owner, "ns/pod"),
+        (RowState::Reserved, "router"),
+        (RowState::Reserved, "node-ip"),
+    ] {
+        assert!(states.contains(&expected), "{expected:?} in {states:?}");
+    }
+    assert_eq!(rows.len(), 6);
+    let confirmed = rows.iter().find(|row| row.state == RowState::Confirmed).unwrap();
+    assert_eq!(confirmed.pod.as_ref().map(ToString::to_string).as_deref(), Some("ns/pod"));
+    assert_eq!((confirmed.since, confirmed.until, confirmed.why.as_str()), (Some(at(1)), None, "in use behind cst7"));
+}
+
+// What a runtime and pods see, against the state machine with a process that may end between any two writes.
+
+#[derive(Debug, Clone)]
+enum Step {
+    Add {
+        sandbox: u8,
+    },
+    Confirm {
+        sandbox: u8,
+    },
+    Del {
+        sandbox: u8,
+    },
+    /// The sandbox's namespace vanishes without a DEL.
+    Vanish {
+        sandbox: u8,
+    },
+    Wait {
+        seconds: u16,
+    },
+    Renumber {
+        cidr: u8,
+    },
+    Collect,
+    OwnerAllocate,
+    OwnerRelease {
+        pick: u8,
+    },
+}
+
+const CIDRS: [&str; 3] = ["10.66.1.16/29", "10.66.1.16/28", "10.99.0.0/29"];
+
+fn steps() -> impl Strategy<Value = Vec<(Step, Option<u8>, u64)>> {
+    let step = prop_oneof![
+        8 => (0_u8..12).prop_map(|sandbox| Step::Add { sandbox }),
+        6 => (0_u8..12).prop_map(|sandbox| Step::Confirm { sandbox }),
+        5 => (0_u8..12).prop_map(|sandbox| Step::Del { sandbox }),
+        2 => (0_u8..12).prop_map(|sandbox| Step::Vanish { sandbox }),
+        3 => prop_oneof![1_u16..40, Just(700)].prop_map(|seconds| Step::Wait { seconds }),
+        1 => (0_u8..3).prop_map(|cidr| Step::Renumber { cidr }),
+        1 => Just(Step::Collect),
+        1 => Just(Step::OwnerAllocate),
+        1 => (0_u8..4).prop_map(|pick| Step::OwnerRelease { pick }),
+    ];
+    // With each step: after how many of its writes the process ends, if it does; and the draw.
+    proptest::collection::vec((step, proptest::option::weighted(0.3, 0_u8..4), any::<u64>()), 1..60)
+}
+
+/// What was answered, and therefore must hold.
+#[derive(Default)]
+struct World {
+    /// Pods that were told an address, with the moment at which that ends unless confirmed.
+    live: BTreeMap<Attachment, (Addresses, u64, Option<Timestamp>)>,
+    owned: BTreeSet<IpAddr>,
+    vanished: BTreeSet<String>,
+    /// Who held each address after the last step, and when an address was last given back.
+    held: BTreeMap<IpAddr, String>,
+    freed: BTreeMap<IpAddr, Timestamp>,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn an_address_has_one_owner_and_what_was_answered_holds_whenever_the_process_ends(steps in steps()) {
+        let mut cidr = 0;
+        let mut now = at(0);
+        let mut agent = Agent::start(network(CIDRS[0]));
+        let mut world = World::default();
+        for (step, crash, draw) in steps {
+            now = later(now, Duration::from_secs(1));
+            // Twelve sandboxes of four pods.
+            let request = |sandbox: u8| request(sandbox, &format!("u{}", sandbox % 4));
+            let answered = RefCell::new(Vec::new());
+            let changes: Vec<Change> = match &step {
+                Step::Add { sandbox } => {
+                    world.vanished.remove(&format!("/run/netns/{sandbox}"));
+                    let exists = |netns: &str| !world.vanished.contains(netns);
+                    let outcome = agent.leases.add(request(*sandbox), exists, now, draw);
+                    if let Ok(granted) = outcome.answer {
+                        answered.borrow_mut().push(granted);
+                    }
+                    outcome.changes
+                }
+                Step::Confirm { sandbox } => {
+                    let attachment = attachment(sandbox);
+                    let generation = world.live.get(&attachment).map_or(0, |(_, generation, _)| *generation);
+                    let outcome = agent.leases.confirm(&attachment, generation, interface(3), now);
+                    if crash.is_none() && outcome.answer.is_ok() {
+                        world.live.get_mut(&attachment).unwrap().2 = None;
+                    }
+                    outcome.changes
+                }
+                Step::Del { sandbox } => {
+                    // From here on the pod has no claim on the address, answered or not.
+                    world.live.remove(&attachment(sandbox));
+                    agent.leases.del(&attachment(sandbox), now).changes
+                }
+                Step::Vanish { sandbox } => {
+                    world.vanished.insert(format!("/run/netns/{sandbox}"));
+                    world.live.remove(&attachment(sandbox));
+                    agent.leases.expire(now)
+                }
+                Step::Wait { seconds } => {
+                    now = later(now, Duration::from_secs((*seconds).into()));
+                    agent.leases.expire(now)
+                }
+                Step::Renumber { cidr: index } => {
+                    cidr = usize::from(*index);
+                    agent.leases.set_network(network(CIDRS[cidr]), now, draw).changes
+                }
+                Step::Collect => agent.leases.collect(&world.live.keys().cloned().collect(), now).changes,
+                Step::OwnerAllocate => {
+                    let outcome = agent.leases.allocate_for_owner(owner_request(None, false), now, draw);
+                    if crash.is_none() && let Ok(leases) = &outcome.answer {
+                        world.owned.extend(leases.iter().map(|lease| lease.address));
+                    }
+                    outcome.changes
+                }
+                Step::OwnerRelease { pick } => {
+                    let picked = world.owned.iter().nth(usize::from(*pick)).copied();
+                    match picked {
+                        Some(address) => {
+                            world.owned.remove(&address);
+                            let outcome = agent.leases.release_for_owner(address, DEFAULT_POOL, now);
+                            prop_assert!(outcome.answer.is_ok());
+                            outcome.changes
+                        }
+                        None => agent.leases.expire(now),
+                    }
+                }
+            };
+            let written = crash.map_or(changes.len(), |crash| changes.len().min(usize::from(crash)));
+            write(&mut agent.disk, &changes[..written]);
+            match crash {
+                Some(_) => {
+                    agent = Agent::restart(agent.disk, network(CIDRS[cidr]), now);
+                    let two = agent.findings.iter().find(|finding| matches!(finding, Finding::TwoHolders { .. }));
+                    prop_assert!(two.is_none(), "{:?}", two);
+                }
+                None => for granted in answered.into_inner() {
+                    let expires = match granted.lease.state {
+                        LeaseState::Provisional { expires, .. } => Some(expires),
+                        LeaseState::Confirmed { .. } => None,
+                    };
+                    let lease = granted.lease;
+                    world.live.insert(lease.attachment, (lease.addresses, lease.generation, expires));
+                },
+            }
+            world.live.retain(|_, (_, _, expires)| expires.is_none_or(|expires| expires > now));
+
+            // What was answered holds.
+            for (attachment, (addresses, ..)) in &world.live {
+                let lease = agent.leases.check(attachment, now);
+                prop_assert_eq!(lease.map(|lease| lease.addresses), Some(*addresses), "{}", attachment);
+            }
+            for address in &world.owned {
+                prop_assert!(agent.leases.owners.contains_key(&(DEFAULT_POOL.to_owned(), *address)));
+            }
+            // One owner for each address; the allocator agrees with the leases; nobody has the router's.
+            let mut seen = BTreeSet::new();
+            for row in agent.leases.snapshot() {
+                prop_assert!(seen.insert(row.address), "{} twice", row.address);
+            }
+            let inside = |address: &IpAddr| agent.leases.pools.iter().any(|pool| pool.usable(*address));
+            let held = agent.leases.holders().filter(|(address, _)| inside(address)).count();
+            let resting = agent.leases.resting.keys().filter(|address| inside(address)).count();
+            let usage = agent.usage();
+            prop_assert_eq!((usage.used, usage.quarantined), (held as u64, resting as u64));
+            // Nobody gets an address that rests while another is free, whatever happened in between.
+            let holders: BTreeMap<IpAddr, String> = agent.leases.holders().collect();
+            for (address, holder) in &world.held {
+                if holders.get(address) != Some(holder) {
+                    world.freed.insert(*address, now);
+                }
+            }
+            for address in holders.keys().filter(|address| world.held.get(*address) != holders.get(*address)) {
+                if let Some(freed) = world.freed.get(address)
+                    && later(*freed, Timings::default().quarantine) > now
+                {
+                    prop_assert_eq!(usage.free(), 0, "{} given again after {}", address, now.duration_since(*freed));
+                }
+            }
+            world.held = holders;
+            // The disk holds exactly what memory holds.
+            let mut copy = Agent::restart(agent.disk.clone(), network(CIDRS[cidr]), now);
+            prop_assert_eq!(&copy.disk, &agent.disk);
+            copy.leases.generation = agent.leases.generation;
+            prop_assert_eq!(format!("{:?}", copy.leases), format!("{:?}", agent.leases));
+        }
+        // Everything is given back, and is free when its rest is over.
+        for lease in agent.leases.pods().cloned().collect::<Vec<_>>() {
+            let outcome = agent.leases.del(&lease.attachment, now);
+            prop_assert_eq!(agent.done(outcome), Some(lease));
+        }
+        for (_, address) in agent.leases.owners.keys().cloned().collect::<Vec<_>>() {
+            let outcome = agent.leases.release_for_owner(address, DEFAULT_POOL, now);
+            prop_assert!(agent.done(outcome).is_ok());
+        }
+        now = later(now, Timings::default().tombstone);
+        let changes = agent.leases.expire(now);
+        write(&mut agent.disk, &changes);
+        let usage = agent.usage();
+        let routers = agent.leases.router().iter().count() as u64;
+        prop_assert_eq!(usage, Usage { size: usage.size, used: 0, reserved: routers, quarantined: 0 });
+        prop_assert_eq!(agent.disk.len() as u64, routers);
+        prop_assert_eq!(agent.leases.next_deadline(), None);
+    }
+}

@@ -1,0 +1,479 @@
+//! Values: how each kind is read from text, and written so that it would be read again.
+
+use crate::masquerade::excluded::DefaultExclusions;
+use crate::masquerade::plan::FlowPolicy;
+use ipnet::Ipv4Net;
+use jiff::SignedDuration;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// A kind of value.
+pub(super) trait Value: Sized {
+    /// What the kind takes, as the object of "expected".
+    const EXPECTED: &'static str;
+    /// Whether a flag without a value means `true`.
+    const IS_SWITCH: bool = false;
+
+    /// Reads text without surrounding white space. The error is what was expected, as detailed as is known.
+    fn parse(text: &str) -> Result<Self, String>;
+
+    /// Writes the value so that [`Value::parse`] gives it back.
+    fn render(&self) -> String;
+}
+
+fn expected<T: Value>() -> String {
+    T::EXPECTED.to_owned()
+}
+
+impl Value for bool {
+    const EXPECTED: &'static str = "`true` or `false`";
+    const IS_SWITCH: bool = true;
+
+    /// Takes what Go's `strconv.ParseBool` takes, since that reads the same file in Cilium.
+    fn parse(text: &str) -> Result<Self, String> {
+        match text {
+            "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+            "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+            _ => Err(expected::<Self>()),
+        }
+    }
+
+    fn render(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for u8 {
+    const EXPECTED: &'static str = "a whole number from 0 to 255";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        text.parse().map_err(|_| expected::<Self>())
+    }
+
+    fn render(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for u32 {
+    const EXPECTED: &'static str = "a whole number from 0 to 4294967295";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        text.parse().map_err(|_| expected::<Self>())
+    }
+
+    fn render(&self) -> String {
+        self.to_string()
+    }
+}
+
+/// 0 and nothing stand for "found by itself".
+impl Value for Option<u16> {
+    const EXPECTED: &'static str = "a whole number from 1 to 65535, or 0";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        match text {
+            "" => Ok(None),
+            _ => text.parse().map(|number: u16| (number != 0).then_some(number)).map_err(|_| expected::<Self>()),
+        }
+    }
+
+    fn render(&self) -> String {
+        self.unwrap_or(0).to_string()
+    }
+}
+
+impl Value for String {
+    const EXPECTED: &'static str = "a text";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        if text.is_empty() { Err("a text that is not empty".to_owned()) } else { Ok(text.to_owned()) }
+    }
+
+    fn render(&self) -> String {
+        self.clone()
+    }
+}
+
+impl Value for Option<String> {
+    const EXPECTED: &'static str = "a text, or nothing";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        Ok((!text.is_empty()).then(|| text.to_owned()))
+    }
+
+    fn render(&self) -> String {
+        self.clone().unwrap_or_default()
+    }
+}
+
+impl Value for PathBuf {
+    const EXPECTED: &'static str = "an absolute path";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let path = Self::from(text);
+        if path.is_absolute() { Ok(path) } else { Err(expected::<Self>()) }
+    }
+
+    fn render(&self) -> String {
+        self.display().to_string()
+    }
+}
+
+impl Value for Option<PathBuf> {
+    const EXPECTED: &'static str = "an absolute path, or nothing";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        if text.is_empty() { Ok(None) } else { PathBuf::parse(text).map(Some).map_err(|_| expected::<Self>()) }
+    }
+
+    fn render(&self) -> String {
+        self.as_ref().map(PathBuf::render).unwrap_or_default()
+    }
+}
+
+impl Value for Option<Ipv4Addr> {
+    const EXPECTED: &'static str = "an IPv4 address such as 169.254.23.0, or nothing";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        if text.is_empty() { Ok(None) } else { text.parse().map(Some).map_err(|_| expected::<Self>()) }
+    }
+
+    fn render(&self) -> String {
+        self.map(|address| address.to_string()).unwrap_or_default()
+    }
+}
+
+impl Value for Option<Ipv4Net> {
+    const EXPECTED: &'static str = "an IPv4 CIDR such as 10.0.0.0/8, or nothing";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        if text.is_empty() { Ok(None) } else { text.parse().map(Some).map_err(|_| expected::<Self>()) }
+    }
+
+    fn render(&self) -> String {
+        self.map(|cidr| cidr.to_string()).unwrap_or_default()
+    }
+}
+
+impl Value for Vec<Ipv4Net> {
+    const EXPECTED: &'static str = "IPv4 CIDRs such as 10.0.0.0/8, separated by commas or spaces";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let parse = |item: &str| item.parse().map_err(|_| format!("{}; `{item}` is none", Self::EXPECTED));
+        items(text).map(parse).collect()
+    }
+
+    fn render(&self) -> String {
+        joined(self, ",")
+    }
+}
+
+impl Value for Duration {
+    const EXPECTED: &'static str = "a duration such as 15s, 1m30s or 2h";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let duration: SignedDuration = text.parse().map_err(|_| expected::<Self>())?;
+        duration.try_into().map_err(|_| "a duration that is not negative".to_owned())
+    }
+
+    fn render(&self) -> String {
+        SignedDuration::try_from(*self).map(|duration| format!("{duration:#}").replace(' ', "")).unwrap_or_default()
+    }
+}
+
+/// A kind that is one of a few words.
+macro_rules! words {
+    ($type:ty, $expected:literal, { $($text:literal => $value:path,)+ }) => {
+        impl Value for $type {
+            const EXPECTED: &'static str = $expected;
+
+            fn parse(text: &str) -> Result<Self, String> {
+                match text {
+                    $($text => Ok($value),)+
+                    _ => Err(expected::<Self>()),
+                }
+            }
+
+            fn render(&self) -> String {
+                match self {
+                    $($value => $text.to_owned(),)+
+                }
+            }
+        }
+    };
+}
+
+/// Where pod addresses come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum IpamMode {
+    /// The operator gives each node one block of the cluster's pool.
+    ClusterPool,
+}
+
+impl IpamMode {
+    /// The value of the key `ipam`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::ClusterPool => "cluster-pool",
+        }
+    }
+}
+
+words!(IpamMode, "`cluster-pool`, the only mode that is implemented", {
+    "cluster-pool" => IpamMode::ClusterPool,
+});
+words!(FlowPolicy, "`sticky` or `immediate`", {
+    "sticky" => FlowPolicy::Sticky,
+    "immediate" => FlowPolicy::Immediate,
+});
+words!(DefaultExclusions, "`reserved` or `rfc1918`", {
+    "reserved" => DefaultExclusions::Reserved,
+    "rfc1918" => DefaultExclusions::Rfc1918,
+});
+
+/// How much is logged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogLevel {
+    /// What failed.
+    Error,
+    /// What a person should look at, too.
+    Warning,
+    /// What was done, too.
+    Info,
+    /// Why it was done, too.
+    Debug,
+}
+
+/// How a line of the log looks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object per line.
+    Json,
+}
+
+/// The value of `log-opt`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogOptions {
+    /// How much is logged.
+    pub level: LogLevel,
+    /// How a line looks.
+    pub format: LogFormat,
+    /// Options of Cilium's other log drivers (`syslog.…`), which have no meaning here.
+    pub ignored: Vec<String>,
+}
+
+impl Default for LogOptions {
+    fn default() -> Self {
+        Self { level: LogLevel::Info, format: LogFormat::Text, ignored: Vec::new() }
+    }
+}
+
+impl Value for LogOptions {
+    const EXPECTED: &'static str = "options such as level=info,format=json or {\"level\":\"info\",\"format\":\"json\"}; \
+                                    level is debug, info, warning or error, format is text or json";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let options: BTreeMap<String, String> = if text.starts_with('{') {
+            serde_json::from_str(text).map_err(|_| expected::<Self>())?
+        } else {
+            let pair = |item: &str| item.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned()));
+            items(text).map(pair).collect::<Option<_>>().ok_or_else(expected::<Self>)?
+        };
+        let mut parsed = Self::default();
+        for (name, value) in options {
+            match (name.as_str(), value.as_str()) {
+                ("level", "debug") => parsed.level = LogLevel::Debug,
+                ("level", "info") => parsed.level = LogLevel::Info,
+                ("level", "warning" | "warn") => parsed.level = LogLevel::Warning,
+                ("level", "error" | "fatal" | "panic") => parsed.level = LogLevel::Error,
+                ("format", "text" | "text-ts") => parsed.format = LogFormat::Text,
+                ("format", "json" | "json-ts") => parsed.format = LogFormat::Json,
+                ("level" | "format", _) => return Err(expected::<Self>()),
+                _ => parsed.ignored.push(name),
+            }
+        }
+        Ok(parsed)
+    }
+
+    fn render(&self) -> String {
+        let level = match self.level {
+            LogLevel::Error => "error",
+            LogLevel::Warning => "warning",
+            LogLevel::Info => "info",
+            LogLevel::Debug => "debug",
+        };
+        let format = match self.format {
+            LogFormat::Text => "text",
+            LogFormat::Json => "json",
+        };
+        format!("level={level},format={format}")
+    }
+}
+
+/// The URL of an API server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ApiServerUrl(String);
+
+impl ApiServerUrl {
+    /// The URL, with its scheme.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl Value for Option<ApiServerUrl> {
+    const EXPECTED: &'static str = "one URL such as https://10.0.0.1:6443, or nothing";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let mut urls = items(text);
+        let (first, second) = (urls.next(), urls.next());
+        match (first, second) {
+            (None, _) => Ok(None),
+            (Some(url), None) => {
+                let host = url.strip_prefix("https://").or_else(|| url.strip_prefix("http://"));
+                match host {
+                    Some(host) if !host.is_empty() && !host.starts_with('/') => Ok(Some(ApiServerUrl(url.to_owned()))),
+                    _ => Err(expected::<Self>()),
+                }
+            }
+            (Some(_), Some(_)) => Err("one URL; turning to another when one fails is not implemented".to_owned()),
+        }
+    }
+
+    fn render(&self) -> String {
+        self.as_ref().map(|url| url.0.clone()).unwrap_or_default()
+    }
+}
+
+/// A range of ports, both ends in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PortRange {
+    /// The first port.
+    pub first: u16,
+    /// The last port; not before the first.
+    pub last: u16,
+}
+
+impl Value for PortRange {
+    const EXPECTED: &'static str = "the first and the last port, such as 30000,32767";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let text = text.trim_start_matches('[').trim_end_matches(']');
+        let ports: Option<Vec<u16>> =
+            text.split([',', '-', ' ']).filter(|port| !port.is_empty()).map(|port| port.trim().parse().ok()).collect();
+        match ports.as_deref() {
+            Some([first, last]) if *first > 0 && first <= last => Ok(Self { first: *first, last: *last }),
+            _ => Err(expected::<Self>()),
+        }
+    }
+
+    fn render(&self) -> String {
+        format!("{},{}", self.first, self.last)
+    }
+}
+
+/// A name of a device, or the start of one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DevicePattern {
+    /// Devices that match are left out, not taken.
+    pub excludes: bool,
+    /// The name or its start.
+    pub name: String,
+    /// Whether `name` is only the start.
+    pub is_prefix: bool,
+}
+
+impl DevicePattern {
+    fn matches(&self, device: &str) -> bool {
+        if self.is_prefix { device.starts_with(&self.name) } else { device == self.name }
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let (excludes, rest) = text.strip_prefix('!').map_or((false, text), |rest| (true, rest));
+        let (is_prefix, name) = rest.strip_suffix('+').map_or((false, rest), |name| (true, name));
+        // The kernel's own rule for names, IFNAMSIZ included.
+        let is_name = name.len() < 16 && !name.contains(['/', ':', '+', '!']) && !matches!(name, "." | "..");
+        (is_name && (is_prefix || !name.is_empty())).then(|| Self { excludes, name: name.to_owned(), is_prefix })
+    }
+}
+
+/// Which devices are meant. The first pattern that matches decides.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct DeviceSelector {
+    /// The patterns, in order.
+    pub patterns: Vec<DevicePattern>,
+}
+
+impl DeviceSelector {
+    /// Whether a device is meant. `detected` says whether it would be chosen if nothing were configured; it counts when
+    /// no pattern names devices to take.
+    #[must_use]
+    pub fn selects(&self, device: &str, detected: bool) -> bool {
+        match self.patterns.iter().find(|pattern| pattern.matches(device)) {
+            Some(pattern) => !pattern.excludes,
+            None => detected && self.is_automatic(),
+        }
+    }
+
+    /// Whether no pattern names devices to take.
+    #[must_use]
+    pub fn is_automatic(&self) -> bool {
+        self.patterns.iter().all(|pattern| pattern.excludes)
+    }
+}
+
+impl fmt::Display for DeviceSelector {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.render())
+    }
+}
+
+impl std::str::FromStr for DeviceSelector {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::parse(text)
+    }
+}
+
+impl Value for DeviceSelector {
+    const EXPECTED: &'static str = "device names such as eth0, eth+ or !docker0, separated by commas or spaces";
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let parse =
+            |item: &str| DevicePattern::parse(item).ok_or_else(|| format!("{}; `{item}` is none", Self::EXPECTED));
+        Ok(Self { patterns: items(text).map(parse).collect::<Result<_, _>>()? })
+    }
+
+    fn render(&self) -> String {
+        let mut text = String::new();
+        for DevicePattern { excludes, name, is_prefix } in &self.patterns {
+            let separator = if text.is_empty() { "" } else { "," };
+            let (not, rest) = (if *excludes { "!" } else { "" }, if *is_prefix { "+" } else { "" });
+            // Writing to a String cannot fail.
+            let _ = write!(text, "{separator}{not}{name}{rest}");
+        }
+        text
+    }
+}
+
+/// The items of a list as a ConfigMap has them: Cilium's chart joins with spaces, its flags take commas.
+fn items(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|separator: char| separator == ',' || separator.is_whitespace()).filter(|item| !item.is_empty())
+}
+
+fn joined<T: ToString>(items: &[T], separator: &str) -> String {
+    items.iter().map(ToString::to_string).collect::<Vec<_>>().join(separator)
+}

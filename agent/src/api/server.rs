@@ -1,0 +1,260 @@
+//! Serving the agent API on its unix socket.
+//!
+//! Try it: `curl --unix-socket /run/cistern/cistern.sock http://localhost/v1/status`.
+
+use super::types::{
+    AddRequest, AddResponse, ApiError, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
+    ExplainMasqueradeRequest, ExplainMasqueradeResponse, Health, IpReport, IpamResponse, Status,
+};
+use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::extract::{FromRequest, Path as UrlPath, Query, Request, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde::{Deserialize, Serialize};
+use std::future::Future;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tokio::net::UnixListener;
+use tokio_util::sync::CancellationToken;
+
+/// A refusal with its HTTP status.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// HTTP status code.
+    pub status: u16,
+    /// Body.
+    pub error: ApiError,
+}
+
+impl Failure {
+    /// A refusal that may pass by itself.
+    pub fn retryable(status: u16, reason: &str, message: impl Into<String>) -> Self {
+        Self { status, error: ApiError { reason: reason.to_owned(), message: message.into(), retryable: true } }
+    }
+
+    /// A refusal that stays until somebody acts.
+    pub fn permanent(status: u16, reason: &str, message: impl Into<String>) -> Self {
+        Self { status, error: ApiError { reason: reason.to_owned(), message: message.into(), retryable: false } }
+    }
+}
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        (status, Json(self.error)).into_response()
+    }
+}
+
+/// Query of `POST /v1/ipam` and `POST /v1/ipam/{ip}` (`ipam` 5.1).
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct IpamQuery {
+    /// `ipv4`, `ipv6`, or empty for every family that is on.
+    #[serde(default)]
+    pub family: String,
+    /// Who holds the address, usually `namespace/pod`.
+    #[serde(default)]
+    pub owner: String,
+    /// Pool; empty lets the agent decide where it may.
+    #[serde(default)]
+    pub pool: String,
+    /// The address goes back by itself unless an endpoint presents the UUID in time.
+    #[serde(default)]
+    pub expiration: bool,
+}
+
+/// What answers the calls. Each answer is final: what it says is on disk and in the kernel.
+pub trait AgentApi: Send + Sync + 'static {
+    /// See [`AddRequest`].
+    fn add(&self, request: AddRequest) -> impl Future<Output = Result<AddResponse, Failure>> + Send;
+    /// See [`ConfirmRequest`].
+    fn confirm(&self, request: ConfirmRequest) -> impl Future<Output = Result<(), Failure>> + Send;
+    /// See [`DelRequest`].
+    fn del(&self, request: DelRequest) -> impl Future<Output = Result<DelResponse, Failure>> + Send;
+    /// See [`CheckRequest`].
+    fn check(&self, request: CheckRequest) -> impl Future<Output = Result<CheckResponse, Failure>> + Send;
+    /// `POST /v1/ipam`
+    fn allocate(&self, query: IpamQuery) -> impl Future<Output = Result<IpamResponse, Failure>> + Send;
+    /// `POST /v1/ipam/{ip}`
+    fn allocate_ip(&self, ip: String, query: IpamQuery) -> impl Future<Output = Result<(), Failure>> + Send;
+    /// `DELETE /v1/ipam/{ip}`
+    fn release_ip(&self, ip: String, query: IpamQuery) -> impl Future<Output = Result<(), Failure>> + Send;
+    /// Every address that is not free.
+    fn addresses(&self) -> impl Future<Output = Result<Vec<IpReport>, Failure>> + Send;
+    /// See [`Health`].
+    fn health(&self) -> impl Future<Output = Health> + Send;
+    /// See [`Status`].
+    fn status(&self) -> impl Future<Output = Status> + Send;
+    /// The rows of a kernel map as the CLI prints them, by the name it has there.
+    fn map(&self, name: String) -> impl Future<Output = Result<serde_json::Value, Failure>> + Send;
+    /// See [`ExplainMasqueradeRequest`].
+    fn explain_masquerade(
+        &self,
+        request: ExplainMasqueradeRequest,
+    ) -> impl Future<Output = Result<ExplainMasqueradeResponse, Failure>> + Send;
+}
+
+/// A JSON body; what is wrong with it is answered as an [`ApiError`].
+struct Body<T>(T);
+
+impl<T, S> FromRequest<S> for Body<T>
+where
+    T: serde::de::DeserializeOwned,
+    S: Send + Sync,
+{
+    type Rejection = Failure;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Failure> {
+        match Json::from_request(request, state).await {
+            Ok(Json(body)) => Ok(Self(body)),
+            Err(rejection) => {
+                let rejection: JsonRejection = rejection;
+                Err(Failure::permanent(rejection.status().as_u16(), "bad-request", rejection.body_text()))
+            }
+        }
+    }
+}
+
+type Answer<T> = Result<Json<T>, Failure>;
+
+fn query(parsed: Result<Query<IpamQuery>, QueryRejection>, headers: &HeaderMap) -> Result<IpamQuery, Failure> {
+    let Query(mut query) = parsed
+        .map_err(|rejection| Failure::permanent(rejection.status().as_u16(), "bad-request", rejection.body_text()))?;
+    // Cilium's client sends this one as a header, its documentation shows a query parameter.
+    if headers.get("expiration").is_some_and(|value| value.as_bytes() == b"true") {
+        query.expiration = true;
+    }
+    Ok(query)
+}
+
+/// The routes, over whatever answers them.
+pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
+    Router::new()
+        .route(
+            "/v1/cni/add",
+            post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<AddResponse> {
+                api.add(body).await.map(Json)
+            }),
+        )
+        .route(
+            "/v1/cni/confirm",
+            post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<()> { api.confirm(body).await.map(Json) }),
+        )
+        .route(
+            "/v1/cni/del",
+            post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<DelResponse> {
+                api.del(body).await.map(Json)
+            }),
+        )
+        .route(
+            "/v1/cni/check",
+            post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<CheckResponse> {
+                api.check(body).await.map(Json)
+            }),
+        )
+        .route(
+            "/v1/ipam",
+            post(
+                async |State(api): State<Arc<A>>,
+                       headers: HeaderMap,
+                       parsed: Result<Query<IpamQuery>, QueryRejection>| {
+                    let answer = match query(parsed, &headers) {
+                        Ok(query) => api.allocate(query).await,
+                        Err(failure) => Err(failure),
+                    };
+                    match answer {
+                        Ok(body) => (StatusCode::CREATED, Json(body)).into_response(),
+                        // The peer answers every allocation failure so, and its plugin shows the string (`ipam` 5.1).
+                        Err(failure) => (StatusCode::BAD_GATEWAY, Json(failure.error.message)).into_response(),
+                    }
+                },
+            ),
+        )
+        .route(
+            "/v1/ipam/{ip}",
+            post(
+                async |State(api): State<Arc<A>>,
+                       UrlPath(ip): UrlPath<String>,
+                       headers: HeaderMap,
+                       parsed: Result<Query<IpamQuery>, QueryRejection>|
+                       -> Answer<()> { api.allocate_ip(ip, query(parsed, &headers)?).await.map(Json) },
+            )
+            .delete(
+                async |State(api): State<Arc<A>>,
+                       UrlPath(ip): UrlPath<String>,
+                       headers: HeaderMap,
+                       parsed: Result<Query<IpamQuery>, QueryRejection>|
+                       -> Answer<()> { api.release_ip(ip, query(parsed, &headers)?).await.map(Json) },
+            ),
+        )
+        .route(
+            "/v1/ip",
+            get(async |State(api): State<Arc<A>>| -> Answer<Vec<IpReport>> { api.addresses().await.map(Json) }),
+        )
+        .route(
+            "/v1/healthz",
+            get(async |State(api): State<Arc<A>>| {
+                let health = api.health().await;
+                let status = if health.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+                (status, Json(health))
+            }),
+        )
+        .route("/v1/status", get(async |State(api): State<Arc<A>>| Json(api.status().await)))
+        .route(
+            "/v1/bpf/{name}",
+            get(async |State(api): State<Arc<A>>, UrlPath(name): UrlPath<String>| -> Answer<serde_json::Value> {
+                api.map(name).await.map(Json)
+            }),
+        )
+        .route(
+            "/v1/explain/masquerade",
+            post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<ExplainMasqueradeResponse> {
+                api.explain_masquerade(body).await.map(Json)
+            }),
+        )
+        .fallback(async || Failure::permanent(404, "no-such-path", "no such path in the agent API"))
+        .with_state(api)
+}
+
+/// The socket cannot be served.
+#[derive(Debug, thiserror::Error)]
+#[error("{action} {path}: {source}")]
+pub struct SocketError {
+    action: &'static str,
+    path: PathBuf,
+    source: std::io::Error,
+}
+
+/// Binds the socket, mode 0600. It is bound under another name and renamed into place, so that a client finds the old
+/// socket or the new one and never none, and what a killed agent left behind is no obstacle.
+///
+/// # Errors
+/// Which step failed on which path.
+pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
+    let fail = |action, path: &Path| {
+        let path = path.to_owned();
+        move |source| SocketError { action, path, source }
+    };
+    if let Some(directory) = path.parent() {
+        std::fs::create_dir_all(directory).map_err(fail("create directory", directory))?;
+    }
+    let temporary = path.with_extension("new");
+    match std::fs::remove_file(&temporary) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(fail("remove", &temporary)(error)),
+        _ => {}
+    }
+    let listener = UnixListener::bind(&temporary).map_err(fail("bind", &temporary))?;
+    std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(0o600)).map_err(fail("chmod", &temporary))?;
+    std::fs::rename(&temporary, path).map_err(fail("rename into place", path))?;
+    Ok(listener)
+}
+
+/// Serves until cancelled; then takes no new calls and finishes those that are under way.
+///
+/// # Errors
+/// When accepting fails for good.
+pub async fn serve<A: AgentApi>(listener: UnixListener, api: Arc<A>, cancel: CancellationToken) -> std::io::Result<()> {
+    axum::serve(listener, router(api)).with_graceful_shutdown(async move { cancel.cancelled().await }).await
+}

@@ -1,0 +1,112 @@
+//! `cistern agent`: the process around the agent's role.
+
+use super::agent_role::{self, Agent, Shared};
+use super::operator_role::Operator;
+use super::{Refused, kernel, operator, signals};
+use crate::api::server;
+use crate::clock::Clock;
+use crate::controllers::endpoint::LeaseStore;
+use crate::state::{BootMarker, LeaseFiles, StateDir};
+use anyhow::Context;
+use cistern_core::ipam::lease::Change;
+use cistern_core::settings::{IpamMode, Settings};
+use std::path::Path;
+
+/// Runs until told to stop.
+///
+/// # Errors
+/// What kept it from starting, or the part that ended by itself.
+pub async fn run(settings: Settings) -> anyhow::Result<()> {
+    let cancel = signals::cancelled_by_signal()?;
+    let shared = Shared::new(Clock::system());
+    let state = StateDir::open(&settings.state_dir)?;
+    let _lock = state.lock().await?;
+    refuse_overlaps(&settings)?;
+
+    let client = crate::kubernetes::client::connect(
+        settings.kubeconfig_path.as_deref(),
+        settings.api_server.as_ref().map(|url| url.as_str()),
+    )
+    .await?;
+    let (targets, maps) = kernel::open(&settings)?;
+    let files = LeaseFiles::open(&state)?;
+    let (leases, set_aside) = files.read()?;
+    for file in &set_aside {
+        tracing::error!("{file}");
+    }
+    let run_dir = settings.socket_path.parent().unwrap_or(Path::new("/run/cistern"));
+    let marker = BootMarker::new(run_dir);
+    let rebooted = !marker.is_set();
+    tracing::info!(
+        node = settings.node_name,
+        version = super::build_info::long(),
+        ipam = settings.ipam.name(),
+        leases = leases.len(),
+        rebooted,
+        "starting"
+    );
+    let listener = server::bind(&settings.socket_path)?;
+    let operator = if settings.leader_election {
+        Some(Operator {
+            client: client.clone(),
+            election: operator::election(&settings)?,
+            pool: operator::pool(&settings)?,
+            leader: shared.leader.clone(),
+            targets: shared.targets.clone(),
+            waits: shared.waits.clone(),
+            clock: shared.clock,
+        })
+    } else {
+        None
+    };
+    let running = agent_role::start(
+        Agent {
+            build: super::build_info::long(),
+            reserved_ports: kernel::reserved_ports(),
+            settings,
+            client,
+            targets,
+            state,
+            leases,
+            lease_store: Box::new(Files(files)),
+            rebooted,
+            netns_exists: Box::new(|path| Path::new(path).exists()),
+            draw: Box::new(rand::random),
+            maps,
+            operator,
+            listener: Some(listener),
+            shared,
+        },
+        &cancel,
+    )?;
+    // The first answer of the leases' owner comes after it has dropped, durably, what the reboot left behind.
+    if running.answers.endpoints.view().await.is_ok() {
+        marker.set()?;
+    }
+    let outcome = running.join().await.context("the agent ends; pods go on with what is in the kernel");
+    tracing::info!("stopped");
+    outcome
+}
+
+/// `architecture` decision 12: a pool over the node's own network cuts the node off (`ipam` 7.1, report 5).
+fn refuse_overlaps(settings: &Settings) -> anyhow::Result<()> {
+    if settings.ipam != IpamMode::ClusterPool {
+        return Ok(());
+    }
+    let network = kernel::network_now()?;
+    match crate::controllers::ipam_node::overlaps_of(&network, &settings.cluster_pool_ipv4).first() {
+        None => Ok(()),
+        Some(overlap) => {
+            Err(Refused(format!("cluster-pool-ipv4-cidr: {overlap}; nothing was started or changed")).into())
+        }
+    }
+}
+
+/// Lease files behind the trait of their owner.
+struct Files(LeaseFiles);
+
+impl LeaseStore for Files {
+    fn write(&mut self, changes: &[Change]) -> Result<(), (usize, String)> {
+        self.0.write(changes).map_err(|(written, error)| (written, error.to_string()))
+    }
+}

@@ -1,0 +1,219 @@
+//! The agent API answered from the tables and by the owner of the leases.
+
+use super::node_status::NodeStatus;
+use crate::api::server::{AgentApi, Failure, IpamQuery};
+use crate::api::types::{
+    AddRequest, AddResponse, AddressPair, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
+    ExplainMasqueradeRequest, ExplainMasqueradeResponse, Health, HostAddressing, HostFamily, IpReport, IpamAddress,
+    IpamResponse, Status,
+};
+use crate::controllers::endpoint::{self, EndpointError, Endpoints};
+use cistern_core::ipam::lease::{
+    self, AddError, Attachment, ConfirmError, Interface, LeaseState, OwnerError, RowState,
+};
+use cistern_core::ipam::node::pod_cidr::AddressError;
+use std::net::IpAddr;
+
+/// Answers every call.
+pub struct Answers {
+    /// The owner of the leases.
+    pub endpoints: Endpoints,
+    /// What is known of this node.
+    pub node: NodeStatus,
+}
+
+/// Which HTTP status and word a refusal gets, and whether trying again can help.
+fn failure(error: EndpointError) -> Failure {
+    let message = error.to_string();
+    match error {
+        EndpointError::Add(add) => match add {
+            AddError::Overtaken { .. } => Failure::permanent(409, add.reason(), message),
+            _ => Failure::retryable(503, add.reason(), message),
+        },
+        EndpointError::Confirm(ConfirmError::NoLease { .. }) => Failure::permanent(404, "no-lease", message),
+        EndpointError::Confirm(ConfirmError::OtherGeneration { .. }) => {
+            Failure::permanent(409, "other-generation", message)
+        }
+        EndpointError::Owner(OwnerError::Add(add)) => Failure::retryable(503, add.reason(), message),
+        EndpointError::Owner(OwnerError::InUse { .. }) => Failure::permanent(500, "in-use", message),
+        EndpointError::Owner(OwnerError::NotAllocated { .. }) => Failure::permanent(404, "not-allocated", message),
+        EndpointError::Owner(OwnerError::UnknownPool { .. }) => Failure::permanent(400, "unknown-pool", message),
+        EndpointError::Owner(OwnerError::Address(address)) => match address {
+            AddressError::AlreadyAllocated { .. } | AddressError::Excluded { .. } => {
+                Failure::permanent(409, "already-allocated", message)
+            }
+            AddressError::OutOfRange { .. } => Failure::permanent(400, "out-of-range", message),
+            AddressError::FamilyDisabled { .. } => Failure::permanent(501, "family-disabled", message),
+            _ => Failure::retryable(503, "not-free", message),
+        },
+        EndpointError::Owner(_) => Failure::permanent(500, "refused", message),
+        EndpointError::NotDurable { .. } => Failure::retryable(507, "not-durable", message),
+        EndpointError::Datapath { .. } => Failure::retryable(500, "datapath", message),
+        EndpointError::ShuttingDown => Failure::retryable(503, "shutting-down", message),
+    }
+}
+
+fn attachment(container_id: String, ifname: String) -> Result<Attachment, Failure> {
+    for (field, value) in [("container_id", &container_id), ("ifname", &ifname)] {
+        if value.is_empty() {
+            return Err(Failure::permanent(400, "bad-request", format!("{field} is empty; expected a name")));
+        }
+    }
+    Ok(Attachment { container_id, ifname })
+}
+
+fn parse_ip(text: &str) -> Result<IpAddr, Failure> {
+    text.parse().map_err(|_| {
+        Failure::permanent(400, "invalid-ip", format!("{text:?} is not an IP address; nothing was changed"))
+    })
+}
+
+/// `ipam` 2.1.2: the pool is compulsory where an address is named.
+fn required_pool(query: &IpamQuery) -> Result<String, Failure> {
+    if query.pool.is_empty() {
+        return Err(Failure::permanent(400, "pool-required", "pool is empty; expected the name of the address's pool"));
+    }
+    Ok(query.pool.clone())
+}
+
+fn no_ipv4() -> Failure {
+    Failure::permanent(500, "no-ipv4", "the lease holds no IPv4 address, and this node serves IPv4 only")
+}
+
+impl AgentApi for Answers {
+    async fn add(&self, request: AddRequest) -> Result<AddResponse, Failure> {
+        let pod = request.pod.map(|pod| lease::Pod { namespace: pod.namespace, name: pod.name, uid: pod.uid });
+        let granted = self
+            .endpoints
+            .add(lease::AddRequest {
+                attachment: attachment(request.container_id, request.ifname)?,
+                pod,
+                netns: request.netns,
+                started: request.started,
+            })
+            .await
+            .map_err(failure)?;
+        Ok(AddResponse {
+            address: granted.lease.addresses.ipv4.ok_or_else(no_ipv4)?,
+            router: granted.router.ipv4.ok_or_else(no_ipv4)?,
+            mtu: self.node.pod_mtu(),
+            generation: granted.lease.generation,
+        })
+    }
+
+    async fn confirm(&self, request: ConfirmRequest) -> Result<(), Failure> {
+        let interface =
+            Interface { host_ifname: request.host_ifname, host_ifindex: request.host_ifindex, mac: request.mac };
+        let attachment = attachment(request.container_id, request.ifname)?;
+        self.endpoints.confirm(attachment, request.generation, interface).await.map_err(failure)
+    }
+
+    async fn del(&self, request: DelRequest) -> Result<DelResponse, Failure> {
+        let lease = self.endpoints.del(attachment(request.container_id, request.ifname)?).await.map_err(failure)?;
+        Ok(DelResponse { released: lease.and_then(|lease| lease.addresses.ipv4) })
+    }
+
+    async fn check(&self, request: CheckRequest) -> Result<CheckResponse, Failure> {
+        let attachment = attachment(request.container_id, request.ifname)?;
+        let held = self.endpoints.check(attachment.clone()).await.map_err(failure)?;
+        let (lease, router) = held.ok_or_else(|| {
+            Failure::permanent(404, "no-lease", format!("{attachment} holds no address on this node"))
+        })?;
+        let host_ifname = match lease.state {
+            LeaseState::Confirmed { interface, .. } => Some(interface.host_ifname),
+            LeaseState::Provisional { .. } => None,
+        };
+        Ok(CheckResponse {
+            address: lease.addresses.ipv4.ok_or_else(no_ipv4)?,
+            router: router.ipv4.ok_or_else(no_ipv4)?,
+            host_ifname,
+        })
+    }
+
+    async fn allocate(&self, query: IpamQuery) -> Result<IpamResponse, Failure> {
+        let family = endpoint::family(&query.family).map_err(|text| Failure::permanent(400, "bad-family", text))?;
+        let expiration = query.expiration.then(|| endpoint::expiration_ids(&mut rand::random));
+        let request = lease::OwnerRequest {
+            family,
+            owner: query.owner,
+            pool: Some(query.pool).filter(|pool| !pool.is_empty()),
+            expiration,
+        };
+        let leases = self.endpoints.allocate(request).await.map_err(failure)?;
+        let view = self.endpoints.view().await.map_err(failure)?;
+        let router = view.router.ipv4.ok_or_else(no_ipv4)?;
+        let alloc_range = self.node.pod_cidr().map(|cidr| cidr.to_string()).unwrap_or_default();
+        let ipv4 = leases.iter().find_map(|lease| match lease.address {
+            IpAddr::V4(ip) => Some((ip, lease)),
+            IpAddr::V6(_) => None,
+        });
+        Ok(IpamResponse {
+            host_addressing: HostAddressing { ipv4: Some(HostFamily { enabled: true, ip: router, alloc_range }) },
+            address: AddressPair {
+                ipv4: ipv4.map(|(ip, _)| ip),
+                ipv4_pool_name: ipv4.map(|(_, lease)| lease.pool.clone()),
+            },
+            ipv4: ipv4.map(|(ip, lease)| IpamAddress {
+                ip,
+                gateway: router,
+                cidrs: self.node.native_cidrs(),
+                expiration_uuid: lease.expiration.as_ref().map(|expiration| expiration.uuid.clone()),
+            }),
+        })
+    }
+
+    async fn allocate_ip(&self, ip: String, query: IpamQuery) -> Result<(), Failure> {
+        let (ip, pool) = (parse_ip(&ip)?, required_pool(&query)?);
+        self.endpoints.allocate_address(ip, query.owner, pool).await.map(|_| ()).map_err(failure)
+    }
+
+    async fn release_ip(&self, ip: String, query: IpamQuery) -> Result<(), Failure> {
+        let (ip, pool) = (parse_ip(&ip)?, required_pool(&query)?);
+        self.endpoints.release(ip, pool).await.map(|_| ()).map_err(failure)
+    }
+
+    async fn addresses(&self) -> Result<Vec<IpReport>, Failure> {
+        let view = self.endpoints.view().await.map_err(failure)?;
+        Ok(view.rows.into_iter().filter_map(ip_report).collect())
+    }
+
+    async fn health(&self) -> Health {
+        self.node.health()
+    }
+
+    async fn status(&self) -> Status {
+        // An owner of leases that is ending has nothing to tell; the rest of the status still has.
+        let view = self.endpoints.view().await.unwrap_or_default();
+        self.node.status(&view)
+    }
+
+    async fn map(&self, name: String) -> Result<serde_json::Value, Failure> {
+        self.node.map(&name)
+    }
+
+    async fn explain_masquerade(
+        &self,
+        request: ExplainMasqueradeRequest,
+    ) -> Result<ExplainMasqueradeResponse, Failure> {
+        self.node.explain_masquerade(&request)
+    }
+}
+
+fn ip_report(row: lease::Row) -> Option<IpReport> {
+    let IpAddr::V4(address) = row.address else { return None };
+    // Only a pod's lease has an attachment as its holder; an owner text may hold a slash too.
+    let attachment = match row.state {
+        RowState::Provisional | RowState::Confirmed => row.holder.split_once('/'),
+        RowState::Owner | RowState::Quarantined | RowState::Reserved => None,
+    };
+    let (container_id, ifname) = attachment.map(|(id, ifname)| (id.to_owned(), ifname.to_owned())).unzip();
+    Some(IpReport {
+        address,
+        state: row.state.to_string(),
+        owner: row.pod.map_or(row.holder, |pod| pod.to_string()),
+        container_id,
+        ifname,
+        since: row.since.map(|time| time.to_string()),
+        until: row.until.map(|time| time.to_string()),
+    })
+}

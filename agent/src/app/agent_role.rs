@@ -1,0 +1,313 @@
+//! What runs on a node.
+
+use super::agent_api::Answers;
+use super::node_status::{MapRows, NodeStatus};
+use super::operator_role::{self, Operator, until};
+use super::remembered;
+use super::supervisor::Supervisor;
+use super::targets::{Reconcile, Target, Targets};
+use crate::api::server;
+use crate::clock::Clock;
+use crate::controllers::{endpoint, ipam_node, masquerade, node, peers, routes};
+use crate::files;
+use crate::kubernetes::cilium_node::OwnNode;
+use crate::kubernetes::client::Client;
+use crate::kubernetes::{views, watch as watches};
+use crate::reconciler::{Options, TargetStatus};
+use crate::state::StateDir;
+use crate::tables::rows::{CiliumNodeRow, NodeRow};
+use crate::tables::{Reader, Table, Waits};
+use cistern_core::ipam::lease::{Record, Timings};
+use cistern_core::reconcile::backoff::Backoff;
+use cistern_core::settings::Settings;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::UnixListener;
+use tokio_util::sync::CancellationToken;
+
+/// What the role is made of. A script test brings memory for the kernel and a clock of its own.
+pub struct Agent {
+    /// What this build is.
+    pub build: String,
+    /// The settings in force.
+    pub settings: Settings,
+    /// The API server.
+    pub client: Client,
+    /// What is acted on.
+    pub targets: Targets,
+    /// What survives a restart.
+    pub state: StateDir,
+    /// Pod leases from before.
+    pub leases: Vec<Record>,
+    /// Where pod leases survive.
+    pub lease_store: Box<dyn endpoint::LeaseStore>,
+    /// The machine was rebooted since the leases were written.
+    pub rebooted: bool,
+    /// Whether a network namespace exists.
+    pub netns_exists: Box<dyn Fn(&str) -> bool + Send>,
+    /// Random numbers.
+    pub draw: Box<dyn FnMut() -> u64 + Send>,
+    /// Rows of the kernel maps for the CLI.
+    pub maps: Option<MapRows>,
+    /// Ports that the host keeps for itself (`ip_local_reserved_ports`).
+    pub reserved_ports: Vec<(u16, u16)>,
+    /// The operator's duties, when this process takes part in the election.
+    pub operator: Option<Operator>,
+    /// Where the API is served; none when the caller asks [`Running::answers`] directly.
+    pub listener: Option<UnixListener>,
+    /// The state of everything, shared with the operator's duties.
+    pub shared: Shared,
+}
+
+/// What agent and operator report into.
+#[derive(Clone)]
+pub struct Shared {
+    /// Time.
+    pub clock: Clock,
+    /// What is waited for.
+    pub waits: Waits,
+    /// State of the reconcilers.
+    pub targets: Arc<Table<String, TargetStatus>>,
+    /// What is known of the election.
+    pub leader: Arc<Table<(), crate::kubernetes::lease::LeaderRow>>,
+}
+
+impl Shared {
+    /// Nothing has happened yet.
+    #[must_use]
+    pub fn new(clock: Clock) -> Self {
+        let targets = Table::new("targets");
+        targets.mark_synced();
+        Self { clock, waits: Waits::new(clock), targets: Arc::new(targets), leader: Arc::new(Table::new("leader")) }
+    }
+}
+
+/// A started agent.
+pub struct Running {
+    /// Answers the calls of the API.
+    pub answers: Arc<Answers>,
+    tasks: Supervisor,
+}
+
+impl Running {
+    /// Runs until cancelled, or until a part ends by itself.
+    ///
+    /// # Errors
+    /// The part that ended, by name.
+    pub async fn join(self) -> anyhow::Result<()> {
+        self.tasks.join().await
+    }
+}
+
+/// Starts everything that runs on a node. Cancelling `cancel` ends it; what is in the kernel stays there.
+///
+/// # Errors
+/// When state from before cannot be read, so that nothing may be handed out.
+pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running> {
+    let Agent { settings, client, targets, shared, .. } = agent;
+    let Shared { clock, waits, targets: statuses, leader } = shared;
+    let name = settings.node_name.clone();
+    let mut tasks = Supervisor::new("agent", cancel);
+    let token = tasks.token();
+
+    // === Tables ===
+    let nodes: Arc<Table<String, NodeRow>> = Arc::new(Table::new("nodes"));
+    let cilium_nodes: Arc<Table<String, CiliumNodeRow>> = Arc::new(Table::new("cilium-nodes"));
+    let (peers, pool) = remembered::tables(&agent.state)?;
+    let network = Arc::new(Table::new("network"));
+    let router = Arc::new(Table::new("router"));
+    let endpoints = Arc::new(Table::new("endpoints"));
+    let own_node = Arc::new(Table::new("own-cilium-node"));
+    let routes = Arc::new(Table::new("routes"));
+    let ip_masq_file = Arc::new(Table::new("ip-masq-file"));
+    let masquerade = masquerade::Tables::default();
+
+    // === Observe ===
+    let own = watches::Which::Named(name.clone());
+    let watch = (client.clone(), waits.clone(), token.clone());
+    let (c, w, t) = watch.clone();
+    tasks.spawn_loop("watch node", watches::run("node", c, own, Arc::clone(&nodes), views::node, w, t));
+    let (c, w, t) = watch;
+    let all = watches::Which::All;
+    tasks.spawn_loop(
+        "watch ciliumnodes",
+        watches::run("ciliumnodes", c, all, Arc::clone(&cilium_nodes), views::cilium_node, w, t),
+    );
+    tasks.spawn("network", (targets.network)(Arc::clone(&network), token.clone()));
+    if settings.enable_ip_masq_agent {
+        let follow = files::follow(settings.ip_masq_agent_config_path.clone(), Arc::clone(&ip_masq_file));
+        tasks.spawn_loop("ip-masq-agent file", until(token.clone(), follow));
+    }
+
+    // === Decide ===
+    let mut decide = |name: &'static str, work: futures::future::BoxFuture<'static, ()>| {
+        tasks.spawn_loop(name, until(token.clone(), work));
+    };
+    decide("peers", Box::pin(peers::run(cilium_nodes.reader(), Arc::clone(&peers))));
+    decide(
+        "own CiliumNode",
+        Box::pin(node::run(
+            name.clone(),
+            nodes.reader(),
+            network.reader(),
+            router.reader(),
+            pool.reader(),
+            Arc::clone(&own_node),
+        )),
+    );
+    decide(
+        "pod CIDR",
+        Box::pin(ipam_node::run(
+            name.clone(),
+            settings.ipam.name(),
+            peers.reader(),
+            network.reader(),
+            Arc::clone(&pool),
+            waits.clone(),
+        )),
+    );
+    decide(
+        "routes",
+        Box::pin(routes::run(
+            name.clone(),
+            settings.auto_direct_node_routes,
+            peers.reader(),
+            pool.reader(),
+            network.reader(),
+            Arc::clone(&routes),
+            waits.clone(),
+        )),
+    );
+    decide(
+        "masquerade",
+        Box::pin(masquerade::run(
+            masquerade::Inputs {
+                node: name.clone(),
+                settings: settings.clone(),
+                reserved_ports: agent.reserved_ports,
+                last_good: remembered::last_good(&agent.state)?,
+                peers: peers.reader(),
+                network: network.reader(),
+                file: settings.enable_ip_masq_agent.then(|| ip_masq_file.reader()),
+            },
+            masquerade.clone(),
+        )),
+    );
+    decide(
+        "remember",
+        Box::pin(remembered::run(agent.state.clone(), peers.reader(), pool.reader(), masquerade.last_good.reader())),
+    );
+
+    // === Do ===
+    let reconcile = Reconcilers { statuses: Arc::clone(&statuses), clock, token: token.clone() };
+    let mut required = vec!["routes", "router address"];
+    tasks.spawn_loop("apply routes", reconcile.run("routes", targets.routes, routes.reader()));
+    tasks.spawn_loop("apply router address", reconcile.run("router address", targets.router, router.reader()));
+    if settings.auto_create_cilium_node {
+        let target = super::targets::target(OwnNode::new(client, name.clone(), cilium_nodes.reader()));
+        tasks.spawn_loop("write own CiliumNode", reconcile.run("own CiliumNode", target, own_node.reader()));
+    }
+    let mut endpoint_map = None;
+    if let Some(datapath) = targets.datapath {
+        required.extend(["excluded destinations", "endpoints", "devices", "datapath settings", "attachments"]);
+        let m = &masquerade;
+        tasks.spawn_loop(
+            "apply excluded",
+            reconcile.run("excluded destinations", datapath.excluded, m.excluded.reader()),
+        );
+        tasks.spawn_loop("apply endpoints", reconcile.run("endpoints", datapath.endpoints, endpoints.reader()));
+        tasks.spawn_loop("apply devices", reconcile.run("devices", datapath.devices, m.devices.reader()));
+        tasks.spawn_loop("apply settings", reconcile.run("datapath settings", datapath.settings, m.settings.reader()));
+        tasks.spawn_loop("attach programs", reconcile.run("attachments", datapath.attachments, m.attachments.reader()));
+        tasks.spawn("datapath background", (datapath.background)(token.clone()));
+        endpoint_map = Some(datapath.endpoint_map);
+    }
+    let (ask, owner) = endpoint::start(
+        endpoint::Parts {
+            node: name.clone(),
+            records: agent.leases,
+            timings: Timings::default(),
+            configured_router: settings.local_router_ipv4,
+            rebooted: agent.rebooted,
+            netns_exists: agent.netns_exists,
+            draw: agent.draw,
+            store: agent.lease_store,
+            map: endpoint_map,
+            pool: pool.reader(),
+            network: network.reader(),
+            peers: peers.reader(),
+            router: Arc::clone(&router),
+            endpoints: Arc::clone(&endpoints),
+            clock,
+        },
+        token.clone(),
+    );
+    tasks.spawn_loop("pod leases", owner);
+
+    // === Lead ===
+    let identity = agent.operator.as_ref().map(|operator| operator.election.identity.clone());
+    if let Some(operator) = agent.operator {
+        tasks.spawn("operator", operator_role::run(operator, token.clone()));
+    }
+
+    // === Tell ===
+    let answers = Arc::new(Answers {
+        endpoints: ask,
+        node: NodeStatus {
+            build: agent.build,
+            node: name,
+            ipam_mode: settings.ipam.name().to_owned(),
+            mtu: settings.mtu.map(u32::from),
+            native_routing_cidr: settings.ipv4_native_routing_cidr,
+            identity,
+            waits: waits.reader(),
+            network: network.reader(),
+            peers: peers.reader(),
+            pool: pool.reader(),
+            router: router.reader(),
+            leader: leader.reader(),
+            targets: statuses.reader(),
+            required_targets: required,
+            masquerade: masquerade.report.reader(),
+            excluded: masquerade.excluded.reader(),
+            endpoints: endpoints.reader(),
+            devices: masquerade.devices.reader(),
+            datapath: masquerade.settings.reader(),
+            maps: agent.maps,
+        },
+    });
+    if let Some(listener) = agent.listener {
+        let (answers, token) = (Arc::clone(&answers), token);
+        tasks.spawn("API", async move { Ok(server::serve(listener, answers, token).await?) });
+    }
+    Ok(Running { answers, tasks })
+}
+
+/// Starts reconcilers that differ in name, target and table only.
+struct Reconcilers {
+    statuses: Arc<Table<String, TargetStatus>>,
+    clock: Clock,
+    token: CancellationToken,
+}
+
+impl Reconcilers {
+    fn run<K: Ord, V>(
+        &self,
+        name: &'static str,
+        target: Target<K, V>,
+        desired: Reader<K, V>,
+    ) -> futures::future::BoxFuture<'static, ()> {
+        target(Reconcile {
+            options: Options {
+                name,
+                full_pass: Duration::from_secs(300),
+                backoff: Backoff { base: Duration::from_millis(100), max: Duration::from_secs(15) },
+                prune: true,
+            },
+            desired,
+            published: Arc::clone(&self.statuses),
+            clock: self.clock,
+            cancel: self.token.clone(),
+        })
+    }
+}

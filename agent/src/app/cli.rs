@@ -1,0 +1,168 @@
+//! The command line.
+
+use super::{agent, operator, settings};
+use crate::cli::{self, Ask, BpfCommand, ExplainCommand, IpCommand};
+use cistern_core::settings::{Command as Role, KEYS, Settings};
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, Subcommand};
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+
+/// Exit code for settings that cannot be used (`sysexits.h`: EX_USAGE).
+const BAD_SETTINGS: u8 = 64;
+
+/// `cistern status` of a node that is not ready.
+const NOT_READY: u8 = 2;
+
+const ABOUT: &str = "An eBPF dataplane agent for Kubernetes nodes that owns IP addresses";
+
+const SETTINGS_HELP: &str = "Every flag is also a file of that name in the config directory (as the ConfigMap \
+`cilium-config` is mounted) and an environment variable (CISTERN_ or CILIUM_ before its name in capitals, _ for -). Flags \
+win over the environment, which wins over files. Names are Cilium's. A key that neither Cistern nor Cilium knows is refused.";
+
+/// The whole command line, for parsing, `--help` and the generated reference.
+#[must_use]
+pub fn command() -> Command {
+    let role = |name: &'static str, about: &'static str| {
+        Command::new(name).about(about).after_help(SETTINGS_HELP).args(setting_flags())
+    };
+    Command::new("cistern")
+        .about(ABOUT)
+        .version(crate::app::build_info::short())
+        .long_version(crate::app::build_info::long())
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .subcommand(role("agent", "Runs the node: pod addresses, routes, masquerading"))
+        .subcommand(role(
+            "operator",
+            "Runs the operator: takes part in the leader election, gives each node its pod CIDR",
+        ))
+        .subcommand(Ask::augment_args(
+            Command::new("status")
+                .about("What this node is doing, what it waits for, and why (exit code 2: not ready)"),
+        ))
+        .subcommand(IpCommand::augment_subcommands(asking("ip", "Addresses of this node")))
+        .subcommand(BpfCommand::augment_subcommands(asking("bpf", "What the kernel programs hold")))
+        .subcommand(ExplainCommand::augment_subcommands(asking("explain", "Which rule decides, and why")))
+}
+
+fn asking(name: &'static str, about: &'static str) -> Command {
+    let mut command = Ask::augment_args(Command::new(name).about(about)).subcommand_required(true);
+    // Accepted behind the last word too: `cistern ip list -o json`.
+    for argument in ["socket_path", "output"] {
+        command = command.mut_arg(argument, |argument| argument.global(true));
+    }
+    command
+}
+
+fn setting_flags() -> Vec<Arg> {
+    KEYS.iter()
+        .map(|key| {
+            let argument = Arg::new(key.name).long(key.name).action(ArgAction::Set).value_name("VALUE").help(format!(
+                "{} [{}]",
+                key.meaning.trim(),
+                key.expected
+            ));
+            // `--debug` alone stands for `--debug=true`.
+            if key.is_switch {
+                argument.num_args(0..=1).default_missing_value("true").require_equals(true)
+            } else {
+                argument
+            }
+        })
+        .collect()
+}
+
+fn given_flags(matches: &ArgMatches) -> BTreeMap<String, String> {
+    KEYS.iter().filter_map(|key| Some((key.name.to_owned(), matches.get_one::<String>(key.name)?.clone()))).collect()
+}
+
+/// Runs the command of this process.
+#[must_use]
+pub fn run() -> ExitCode {
+    let matches = command().get_matches();
+    let result = match matches.subcommand() {
+        Some(("agent", matches)) => return role(matches, Role::Agent),
+        Some(("operator", matches)) => return role(matches, Role::Operator),
+        Some(("status", matches)) => with_ask(matches, |ask| cli::status(ask, &mut std::io::stdout()))
+            .map(|ready| if ready { ExitCode::SUCCESS } else { ExitCode::from(NOT_READY) }),
+        Some(("ip", matches)) => asked(matches, |ask, command| cli::ip(ask, command, &mut std::io::stdout())),
+        Some(("bpf", matches)) => asked(matches, |ask, command| cli::bpf(ask, command, &mut std::io::stdout())),
+        Some(("explain", matches)) => asked(matches, |ask, command| cli::explain(ask, command, &mut std::io::stdout())),
+        _ => Err("no command".to_owned()),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("cistern: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+fn with_ask<T>(matches: &ArgMatches, answer: impl FnOnce(&Ask) -> Result<T, cli::CliError>) -> Result<T, String> {
+    let ask = Ask::from_arg_matches(matches).map_err(|error| error.to_string())?;
+    answer(&ask).map_err(|error| error.to_string())
+}
+
+fn asked<C: FromArgMatches>(
+    matches: &ArgMatches,
+    answer: impl FnOnce(&Ask, &C) -> Result<(), cli::CliError>,
+) -> Result<ExitCode, String> {
+    let command = C::from_arg_matches(matches).map_err(|error| error.to_string())?;
+    with_ask(matches, |ask| answer(ask, &command)).map(|()| ExitCode::SUCCESS)
+}
+
+fn role(matches: &ArgMatches, role: Role) -> ExitCode {
+    let (settings, warnings): (Settings, Vec<_>) = match settings::load(given_flags(matches), role) {
+        Ok(loaded) => loaded,
+        Err(error) => {
+            eprintln!("cistern: {error}");
+            return ExitCode::from(BAD_SETTINGS);
+        }
+    };
+    super::start_logging(&settings);
+    for warning in &warnings {
+        tracing::warn!(keys = ?warning.keys, "{warning}");
+    }
+    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("cistern: cannot start the runtime: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let outcome = match role {
+        Role::Agent => runtime.block_on(agent::run(settings)),
+        Role::Operator => runtime.block_on(operator::run(settings)),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cistern: {error:#}");
+            if error.is::<super::Refused>() { ExitCode::from(BAD_SETTINGS) } else { ExitCode::FAILURE }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        command().debug_assert();
+    }
+
+    #[test]
+    fn flags_are_the_settings_keys() {
+        let matches = command()
+            .try_get_matches_from(["cistern", "agent", "--ipam", "cluster-pool", "--debug", "--leader-election=false"])
+            .unwrap();
+        let (_, agent) = matches.subcommand().unwrap();
+        assert_eq!(
+            given_flags(agent),
+            BTreeMap::from([
+                ("ipam".to_owned(), "cluster-pool".to_owned()),
+                ("debug".to_owned(), "true".to_owned()),
+                ("leader-election".to_owned(), "false".to_owned()),
+            ])
+        );
+    }
+}

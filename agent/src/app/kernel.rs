@@ -1,0 +1,198 @@
+//! The kernel of this machine as the agent's targets.
+
+use super::node_status::MapRows;
+use super::targets::{DatapathTargets, Targets, target};
+use crate::controllers::endpoint::EndpointMap;
+use crate::datapath::{Capacities, Collector, Datapath, Endpoints, Events, View};
+use crate::netlink::targets::{RouterAddress, Routes};
+use crate::netlink::{Handle, monitor};
+use crate::tables::rows::NetworkRow;
+use anyhow::Context;
+use cistern_core::masquerade::plan::EndpointEntry;
+use cistern_core::settings::Settings;
+use serde_json::{Value, json};
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+
+/// Opens everything that the agent acts on, and the rows of the kernel maps for the CLI. Nothing is changed by it but
+/// that the kernel programs' maps exist.
+///
+/// # Errors
+/// What is missing, with the fix.
+pub fn open(settings: &Settings) -> anyhow::Result<(Targets, Option<MapRows>)> {
+    let (datapath, maps) = if settings.enable_ipv4_masquerade {
+        let (targets, maps) = open_datapath(settings)?;
+        (Some(targets), Some(maps))
+    } else {
+        (None, None)
+    };
+    let targets = Targets {
+        network: Box::new(|table, cancel| Box::pin(async move { Ok(monitor::follow(table, cancel).await?) })),
+        routes: target(Routes::open()?),
+        router: target(RouterAddress::open()?),
+        datapath,
+    };
+    Ok((targets, maps))
+}
+
+fn open_datapath(settings: &Settings) -> anyhow::Result<(DatapathTargets, MapRows)> {
+    let capacities = Capacities { flows: settings.bpf_nat_global_max, ..Capacities::default() };
+    let (datapath, events) = Datapath::open(settings.pin_root(), capacities).context(
+        "masquerading needs the kernel programs (enable-ipv4-masquerade=false starts without them); nothing was changed",
+    )?;
+    let view = datapath.view()?;
+    let collector = datapath.collector()?;
+    let targets = DatapathTargets {
+        excluded: target(datapath.excluded()?),
+        endpoints: target(datapath.endpoints()?),
+        endpoint_map: Box::new(Map(datapath.endpoints()?)),
+        devices: target(datapath.devices()?),
+        settings: target(datapath.settings(rand::random())?),
+        attachments: target(datapath.attachments()?),
+        background: Box::new(|cancel| Box::pin(background(events, collector, cancel))),
+    };
+    Ok((targets, Arc::new(move |name| rows(&view, name).map_err(|error| format!("{error:#}")))))
+}
+
+/// The kernel's endpoint map for the one pod that is being confirmed.
+struct Map(Endpoints);
+
+impl EndpointMap for Map {
+    fn insert(&mut self, address: Ipv4Addr, entry: EndpointEntry) -> Result<(), String> {
+        self.0.insert(address, entry).map_err(|error| error.to_string())
+    }
+
+    fn remove(&mut self, address: Ipv4Addr) -> Result<(), String> {
+        self.0.remove(address).map_err(|error| error.to_string())
+    }
+}
+
+/// Between two walks over the flows.
+const COLLECT: Duration = Duration::from_secs(5);
+/// Between two slices of a walk, and between two walks while the map is nearly full.
+const COLLECT_SLICE: Duration = Duration::from_millis(100);
+
+/// Expires flows and forwards what the programs log, until cancelled.
+async fn background(events: Events, collector: Collector, cancel: CancellationToken) -> anyhow::Result<()> {
+    tokio::select! {
+        () = cancel.cancelled() => Ok(()),
+        ended = events.forward() => Ok(ended?),
+        ended = collect(collector) => ended,
+    }
+}
+
+async fn collect(mut collector: Collector) -> anyhow::Result<()> {
+    loop {
+        let (returned, outcome) = tokio::task::spawn_blocking(move || {
+            let outcome = collector.step();
+            (collector, outcome)
+        })
+        .await?;
+        collector = returned;
+        let pause = match outcome {
+            Ok(collected) => {
+                if collected.expired + collected.stale + collected.inbound_expired > 0 {
+                    tracing::debug!(?collected, "flows expired");
+                }
+                if collected.complete && !collector.under_pressure() { COLLECT } else { COLLECT_SLICE }
+            }
+            Err(error) => {
+                tracing::error!(%error, "flows are not expired");
+                COLLECT
+            }
+        };
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// The rows of a kernel map as flat objects, for the CLI.
+fn rows(view: &View, name: &str) -> anyhow::Result<Value> {
+    let device = |ifindex: u32| {
+        Handle::open()
+            .and_then(|mut handle| handle.link_by_index(ifindex))
+            .ok()
+            .flatten()
+            .map_or_else(|| ifindex.to_string(), |link| link.name)
+    };
+    let rows: Vec<Value> = match name {
+        "ipmasq" => view.excluded()?.iter().map(|row| json!({"prefix": row.prefix, "reason": row.reason})).collect(),
+        "endpoint" => view
+            .endpoints()?
+            .iter()
+            .map(|(address, entry)| {
+                json!({
+                    "address": address,
+                    "ifindex": entry.ifindex,
+                    "device": device(entry.ifindex),
+                    "masquerade": !entry.no_masquerade,
+                })
+            })
+            .collect(),
+        "snat" => {
+            let mut names = std::collections::BTreeMap::new();
+            view.flows()?
+                .iter()
+                .map(|flow| {
+                    json!({
+                        "protocol": flow.protocol,
+                        "origin": flow.origin,
+                        "external": flow.external,
+                        "remote": flow.remote,
+                        "owner": flow.owner,
+                        "state": flow.state,
+                        "age_seconds": flow.age_seconds,
+                        "idle_seconds": flow.idle_seconds,
+                        "device": names.entry(flow.ifindex).or_insert_with(|| device(flow.ifindex)).clone(),
+                    })
+                })
+                .collect()
+        }
+        "counters" => view
+            .counters()?
+            .iter()
+            .map(|(counter, packets)| json!({"counter": counter.name(), "packets": packets}))
+            .collect(),
+        other => anyhow::bail!("map {other:?}: expected ipmasq, snat, endpoint or counters"),
+    };
+    Ok(Value::Array(rows))
+}
+
+/// Devices and routes of this node now.
+///
+/// # Errors
+/// When the kernel cannot be asked.
+pub fn network_now() -> anyhow::Result<NetworkRow> {
+    Ok(monitor::read(&mut Handle::open()?)?)
+}
+
+const RESERVED_PORTS: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
+
+/// `ip_local_reserved_ports`: ports that the host keeps for itself. Without `/proc` none are known.
+#[must_use]
+pub fn reserved_ports() -> Vec<(u16, u16)> {
+    parse_ports(&std::fs::read_to_string(RESERVED_PORTS).unwrap_or_default())
+}
+
+/// Ports and ranges as the kernel writes them: `8080,9148-9150`.
+fn parse_ports(text: &str) -> Vec<(u16, u16)> {
+    text.trim()
+        .split(',')
+        .filter_map(|item| {
+            let (first, last) = item.split_once('-').unwrap_or((item, item));
+            Some((first.parse().ok()?, last.parse().ok()?))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_are_read_as_the_kernel_writes_them() {
+        assert_eq!(parse_ports("8080,9148-9150\n"), [(8080, 8080), (9148, 9150)]);
+        assert_eq!(parse_ports("\n"), []);
+    }
+}

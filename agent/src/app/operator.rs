@@ -1,0 +1,77 @@
+//! `cistern operator`: the process around the operator's role.
+
+use super::agent_role::Shared;
+use super::operator_role::{self, Operator};
+use super::{Refused, signals};
+use crate::clock::Clock;
+use crate::kubernetes::lease::Election;
+use anyhow::Context;
+use cistern_core::ipam::cluster::cluster_pool::{self, BLOCK_QUARANTINE, FamilySettings};
+use cistern_core::lease::evaluate::Timings;
+use cistern_core::settings::{IpamMode, Settings};
+
+/// Runs until told to stop.
+///
+/// # Errors
+/// What kept it from starting, or the part that ended by itself.
+pub async fn run(settings: Settings) -> anyhow::Result<()> {
+    let cancel = signals::cancelled_by_signal()?;
+    let shared = Shared::new(Clock::system());
+    let client = crate::kubernetes::client::connect(
+        settings.kubeconfig_path.as_deref(),
+        settings.api_server.as_ref().map(|url| url.as_str()),
+    )
+    .await?;
+    let operator = Operator {
+        client,
+        election: election(&settings)?,
+        pool: pool(&settings)?,
+        leader: shared.leader,
+        targets: shared.targets,
+        waits: shared.waits,
+        clock: shared.clock,
+    };
+    tracing::info!(version = super::build_info::long(), identity = operator.election.identity, "starting operator");
+    let outcome = operator_role::run(operator, cancel).await.context("the operator ends");
+    tracing::info!("stopped");
+    outcome
+}
+
+/// The election this process takes part in. The identity ends in random digits: a process and its successor on the same
+/// node are two candidates.
+///
+/// # Errors
+/// Durations that would let two processes lead.
+pub fn election(settings: &Settings) -> anyhow::Result<Election> {
+    let timings = Timings::new(settings.lease_duration, settings.renew_deadline, settings.retry_period)
+        .map_err(|error| Refused(format!("leader-election: {error}")))?;
+    Ok(Election {
+        namespace: settings.namespace.clone(),
+        identity: format!("{}-{:08x}", settings.node_name, rand::random::<u32>()),
+        timings,
+    })
+}
+
+/// The pool to carve, in mode `cluster-pool`.
+///
+/// # Errors
+/// A pool that cannot be carved.
+pub fn pool(settings: &Settings) -> anyhow::Result<Option<cluster_pool::Settings>> {
+    if settings.ipam != IpamMode::ClusterPool {
+        return Ok(None);
+    }
+    let ipv4 = FamilySettings {
+        enabled: settings.enable_ipv4,
+        cidrs: settings.cluster_pool_ipv4.iter().copied().map(Into::into).collect(),
+        mask_size: settings.cluster_pool_ipv4_mask_size,
+    };
+    let ipv6 = FamilySettings { enabled: false, cidrs: Vec::new(), mask_size: 120 };
+    let (pool, warnings) = cluster_pool::Settings::new(ipv4, ipv6, BLOCK_QUARANTINE).map_err(|errors| {
+        let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
+        Refused(format!("{}; nothing was started or changed", errors.join("; ")))
+    })?;
+    for warning in warnings {
+        tracing::warn!("{warning}");
+    }
+    Ok(Some(pool))
+}

@@ -1,0 +1,222 @@
+//! What runs in the operator role: the election always, the rest while this process leads.
+
+use super::supervisor::Supervisor;
+use crate::clock::Clock;
+use crate::controllers::ipam_cluster::BlockRecords;
+use crate::controllers::{ipam_cluster, orphans};
+use crate::kubernetes::cilium_node::{Orphans, PodCidrs};
+use crate::kubernetes::client::Client;
+use crate::kubernetes::lease::{self, Election, LeaderRow, Scope};
+use crate::kubernetes::records::RecordStore;
+use crate::kubernetes::{Leadership, crd, views, watch as watches};
+use crate::reconciler::{self, Options, TargetStatus};
+use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeRow};
+use crate::tables::{Table, Waits};
+use cistern_core::ipam::cluster::cluster_pool;
+use cistern_core::reconcile::backoff::Backoff;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// What the role is made of.
+#[derive(Clone)]
+pub struct Operator {
+    /// The API server.
+    pub client: Client,
+    /// Which election, and as whom; its namespace is that of the records too.
+    pub election: Election,
+    /// The pool to carve; none in a mode whose blocks somebody else gives.
+    pub pool: Option<cluster_pool::Settings>,
+    /// Gets what is known of the election.
+    pub leader: Arc<Table<(), LeaderRow>>,
+    /// Gets the state of the reconcilers.
+    pub targets: Arc<Table<String, TargetStatus>>,
+    /// Gets what is waited for.
+    pub waits: Waits,
+    /// Time.
+    pub clock: Clock,
+}
+
+/// Takes part in the election until cancelled. What the leader runs is cancelled *and joined* before the Lease can end
+/// or be let go, so that no two processes act as leader.
+///
+/// # Errors
+/// A part that ended by itself, by name.
+pub async fn run(operator: Operator, cancel: CancellationToken) -> anyhow::Result<()> {
+    let (until, mut leading) = watch::channel(None);
+    let (busy, busy_seen) = watch::channel(false);
+    let election_cancel = CancellationToken::new();
+    let election = tokio::spawn(lease::run(
+        operator.client.clone(),
+        operator.election.clone(),
+        Scope { until, busy: busy_seen },
+        Arc::clone(&operator.leader),
+        operator.waits.clone(),
+        operator.clock,
+        election_cancel.clone(),
+    ));
+    let outcome = loop {
+        tokio::select! {
+            () = cancel.cancelled() => break Ok(()),
+            () = begun(&mut leading) => {}
+        }
+        busy.send_replace(true);
+        let scope = CancellationToken::new();
+        let lead = lead(&operator, Leadership::new(leading.clone()), &scope);
+        tokio::pin!(lead);
+        let outcome = tokio::select! {
+            outcome = &mut lead => outcome,
+            () = cancel.cancelled() => { scope.cancel(); lead.await }
+            () = ended(&mut leading) => { scope.cancel(); lead.await }
+        };
+        busy.send_replace(false);
+        if let Err(error) = outcome {
+            break Err(error);
+        }
+        if cancel.is_cancelled() {
+            break Ok(());
+        }
+    };
+    election_cancel.cancel();
+    election.await?;
+    outcome
+}
+
+async fn begun(leading: &mut watch::Receiver<Option<Instant>>) {
+    if leading.wait_for(Option::is_some).await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
+/// Returns when leadership is over, by the election's word or by the clock.
+async fn ended(leading: &mut watch::Receiver<Option<Instant>>) {
+    loop {
+        let until = *leading.borrow_and_update();
+        let Some(until) = until else { return };
+        tokio::select! {
+            () = tokio::time::sleep_until(until) => return,
+            changed = leading.changed() => if changed.is_err() { return },
+        }
+    }
+}
+
+/// Everything that only a leader runs, until `scope` is cancelled.
+async fn lead(operator: &Operator, leadership: Leadership, scope: &CancellationToken) -> anyhow::Result<()> {
+    tokio::select! {
+        () = scope.cancelled() => return Ok(()),
+        () = apply_crds(operator, &leadership) => {}
+    }
+    let mut tasks = Supervisor::new("operator", scope);
+    let token = tasks.token();
+    let Operator { client, waits, targets, clock, .. } = operator.clone();
+    let cilium_nodes: Arc<Table<String, CiliumNodeRow>> = Arc::new(Table::new("operator-cilium-nodes"));
+    let nodes: Arc<Table<String, NodeRow>> = Arc::new(Table::new("operator-nodes"));
+    let pod_cidrs: Arc<Table<String, CiliumNodeIpam>> = Arc::new(Table::new("operator-pod-cidrs"));
+    let orphaned: Arc<Table<String, String>> = Arc::new(Table::new("operator-orphans"));
+
+    tasks.spawn_loop(
+        "watch ciliumnodes",
+        watches::run(
+            "operator ciliumnodes",
+            client.clone(),
+            watches::Which::All,
+            Arc::clone(&cilium_nodes),
+            views::cilium_node,
+            waits.clone(),
+            token.clone(),
+        ),
+    );
+    tasks.spawn_loop(
+        "watch nodes",
+        watches::run(
+            "operator nodes",
+            client.clone(),
+            watches::Which::All,
+            Arc::clone(&nodes),
+            views::node,
+            waits.clone(),
+            token.clone(),
+        ),
+    );
+    if let Some(pool) = operator.pool.clone() {
+        let store = RecordStore::new(client.clone(), operator.election.namespace.clone(), leadership.clone());
+        let plan = ipam_cluster::run(
+            pool,
+            cilium_nodes.reader(),
+            Durable(store),
+            Arc::clone(&pod_cidrs),
+            waits.clone(),
+            clock,
+        );
+        tasks.spawn_loop("ipam cluster-pool", until(token.clone(), plan));
+        tasks.spawn_loop(
+            "write pod CIDRs",
+            reconciler::run(
+                PodCidrs::new(client.clone(), cilium_nodes.reader(), leadership.clone()),
+                options("CiliumNode pod CIDRs"),
+                pod_cidrs.reader(),
+                Arc::clone(&targets),
+                clock,
+                token.clone(),
+            ),
+        );
+    }
+    let plan = orphans::run(nodes.reader(), cilium_nodes.reader(), Arc::clone(&orphaned));
+    tasks.spawn_loop("orphaned CiliumNodes", until(token.clone(), plan));
+    tasks.spawn_loop(
+        "delete orphaned CiliumNodes",
+        reconciler::run(
+            Orphans::new(client, leadership),
+            options("orphaned CiliumNodes"),
+            orphaned.reader(),
+            targets,
+            clock,
+            token,
+        ),
+    );
+    tasks.join().await
+}
+
+/// The first retry of a write comes soon; a full pass every five minutes finds what a watch missed.
+fn options(name: &'static str) -> Options {
+    Options {
+        name,
+        full_pass: Duration::from_secs(300),
+        backoff: Backoff { base: Duration::from_millis(200), max: Duration::from_secs(15) },
+        prune: false,
+    }
+}
+
+const CRD_RETRY: Duration = Duration::from_secs(2);
+
+async fn apply_crds(operator: &Operator, leadership: &Leadership) {
+    const WAIT: &str = "CRDs";
+    while let Err(error) = crd::apply(&operator.client, leadership).await {
+        operator.waits.begin(WAIT, error.to_string(), Some(CRD_RETRY));
+        tokio::time::sleep(CRD_RETRY).await;
+    }
+    operator.waits.end(WAIT);
+}
+
+/// A controller never ends by itself; this one ends when it is told to.
+pub(super) async fn until(cancel: CancellationToken, work: impl Future<Output = ()>) {
+    tokio::select! {
+        () = cancel.cancelled() => {}
+        () = work => {}
+    }
+}
+
+/// The operator's ConfigMap as the planner's records.
+struct Durable(RecordStore);
+
+impl BlockRecords for Durable {
+    async fn read(&mut self) -> Result<cluster_pool::Records, String> {
+        self.0.read().await.map_err(|error| error.to_string())
+    }
+
+    async fn write(&mut self, records: &cluster_pool::Records) -> Result<(), String> {
+        self.0.write(records).await.map_err(|error| error.to_string())
+    }
+}

@@ -1,0 +1,131 @@
+//! Named tasks that live and end together.
+
+use std::collections::HashMap;
+use std::future::Future;
+use tokio::task::{Id, JoinSet};
+use tokio_util::sync::CancellationToken;
+
+/// A set of named tasks. Each gets the same cancellation token; an end that nobody asked for is reported with the
+/// task's name, so that the caller can end everything: a part that is silently gone is worse than a restart.
+#[derive(Debug)]
+pub struct Supervisor {
+    scope: &'static str,
+    tasks: JoinSet<anyhow::Result<()>>,
+    names: HashMap<Id, String>,
+    cancel: CancellationToken,
+}
+
+impl Supervisor {
+    /// An empty scope, cancelled with `parent`.
+    #[must_use]
+    pub fn new(scope: &'static str, parent: &CancellationToken) -> Self {
+        Self { scope, tasks: JoinSet::new(), names: HashMap::new(), cancel: parent.child_token() }
+    }
+
+    /// The token that tells the tasks of this scope to end.
+    #[must_use]
+    pub fn token(&self) -> CancellationToken {
+        self.cancel.clone()
+    }
+
+    /// Starts a task.
+    pub fn spawn<F>(&mut self, name: impl Into<String>, task: F)
+    where
+        F: Future<Output = anyhow::Result<()>> + Send + 'static,
+    {
+        let handle = self.tasks.spawn(task);
+        self.names.insert(handle.id(), name.into());
+    }
+
+    /// Starts a task that cannot fail.
+    pub fn spawn_loop<F>(&mut self, name: impl Into<String>, task: F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        self.spawn(name, async move {
+            task.await;
+            Ok(())
+        });
+    }
+
+    /// Runs until the scope is cancelled or a task ends by itself, then cancels and joins every task.
+    ///
+    /// # Errors
+    /// The first task that ended without being asked to, by name, with its error.
+    pub async fn join(mut self) -> anyhow::Result<()> {
+        let first = tokio::select! {
+            () = self.cancel.cancelled() => None,
+            ended = self.tasks.join_next_with_id() => ended,
+        };
+        let asked = self.cancel.is_cancelled();
+        self.cancel.cancel();
+        let mut outcome = match first {
+            Some(ended) if !asked => Err(self.report(ended)),
+            _ => Ok(()),
+        };
+        while let Some(ended) = self.tasks.join_next_with_id().await {
+            let failed = !matches!(&ended, Ok((_, Ok(()))));
+            let report = self.report(ended);
+            if failed {
+                tracing::error!(scope = self.scope, error = format!("{report:#}"), "task failed while ending");
+                if outcome.is_ok() {
+                    outcome = Err(report);
+                }
+            }
+        }
+        outcome
+    }
+
+    fn report(&mut self, ended: Result<(Id, anyhow::Result<()>), tokio::task::JoinError>) -> anyhow::Error {
+        let (id, result) = match ended {
+            Ok((id, result)) => (id, result),
+            Err(error) => (error.id(), Err(anyhow::Error::new(error))),
+        };
+        let name = self.names.remove(&id).unwrap_or_else(|| "unnamed".to_owned());
+        match result {
+            Ok(()) => anyhow::anyhow!("task {name:?} of {} ended without being asked to", self.scope),
+            Err(error) => error.context(format!("task {name:?} of {}", self.scope)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_unexpected_end_names_the_task_and_stops_the_others() {
+        let root = CancellationToken::new();
+        let mut supervisor = Supervisor::new("test", &root);
+        let token = supervisor.token();
+        supervisor.spawn_loop("steady", async move { token.cancelled().await });
+        supervisor.spawn("brittle", async {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            anyhow::bail!("disk on fire")
+        });
+        let error = format!("{:#}", supervisor.join().await.unwrap_err());
+        assert!(error.contains("brittle") && error.contains("disk on fire"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_panic_is_reported_by_name() {
+        let root = CancellationToken::new();
+        let mut supervisor = Supervisor::new("test", &root);
+        supervisor.spawn("careless", async { panic!("index out of range") });
+        let error = format!("{:#}", supervisor.join().await.unwrap_err());
+        assert!(error.contains("careless"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn cancelling_joins_everything_without_error() {
+        let root = CancellationToken::new();
+        let mut supervisor = Supervisor::new("test", &root);
+        for name in ["a", "b"] {
+            let token = supervisor.token();
+            supervisor.spawn_loop(name, async move { token.cancelled().await });
+        }
+        root.cancel();
+        supervisor.join().await.unwrap();
+    }
+}

@@ -1,0 +1,71 @@
+//! What the agent acts on, as values: the kernel in production, memory in script tests.
+
+use crate::clock::Clock;
+use crate::controllers::endpoint::EndpointMap;
+use crate::reconciler::{self, Operations, Options, TargetStatus};
+use crate::tables::rows::{NetworkRow, RouteTarget};
+use crate::tables::{Reader, Table};
+use cistern_core::masquerade::plan::{AttachmentEntry, DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
+use futures::future::BoxFuture;
+use ipnet::Ipv4Net;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use tokio_util::sync::CancellationToken;
+
+/// What a reconciler runs with.
+pub struct Reconcile<K: Ord, V> {
+    /// How it works.
+    pub options: Options,
+    /// What it follows.
+    pub desired: Reader<K, V>,
+    /// Where it tells how far it is.
+    pub published: Arc<Table<String, TargetStatus>>,
+    /// Time.
+    pub clock: Clock,
+    /// When to end.
+    pub cancel: CancellationToken,
+}
+
+/// A target whose type is forgotten: given a table, it follows it.
+pub type Target<K, V> = Box<dyn FnOnce(Reconcile<K, V>) -> BoxFuture<'static, ()> + Send>;
+
+/// Forgets the type of a target.
+pub fn target<O: Operations + 'static>(operations: O) -> Target<O::Key, O::Value> {
+    Box::new(move |with: Reconcile<O::Key, O::Value>| {
+        Box::pin(reconciler::run(operations, with.options, with.desired, with.published, with.clock, with.cancel))
+    })
+}
+
+/// Fills the table of the node's devices and routes until cancelled.
+pub type NetworkSource =
+    Box<dyn FnOnce(Arc<Table<(), NetworkRow>>, CancellationToken) -> BoxFuture<'static, anyhow::Result<()>> + Send>;
+
+/// Everything that the agent acts on.
+pub struct Targets {
+    /// Devices, addresses and routes of this node.
+    pub network: NetworkSource,
+    /// Routes of the main table.
+    pub routes: Target<Ipv4Net, RouteTarget>,
+    /// The router address on the loopback device.
+    pub router: Target<Ipv4Addr, ()>,
+    /// The kernel programs; none when this node does not masquerade.
+    pub datapath: Option<DatapathTargets>,
+}
+
+/// The kernel programs and their maps.
+pub struct DatapathTargets {
+    /// Destinations that pods reach under their own address.
+    pub excluded: Target<Ipv4Net, ExcludedReason>,
+    /// Pods of this node.
+    pub endpoints: Target<Ipv4Addr, EndpointEntry>,
+    /// The same map, for the one pod that is being confirmed.
+    pub endpoint_map: Box<dyn EndpointMap>,
+    /// Egress devices and their addresses.
+    pub devices: Target<u32, DeviceEntry>,
+    /// Node-wide settings.
+    pub settings: Target<(), DatapathSettings>,
+    /// Devices that carry the programs, by index.
+    pub attachments: Target<u32, AttachmentEntry>,
+    /// Expires what has had its time, forwards rare events to the log; runs until cancelled.
+    pub background: Box<dyn FnOnce(CancellationToken) -> BoxFuture<'static, anyhow::Result<()>> + Send>,
+}

@@ -1,0 +1,51 @@
+//! The one place where a clock is read.
+//!
+//! Decisions take time as an argument. Whoever calls them reads it here, so that a test can run the whole agent on
+//! tokio's paused clock: there the wall clock follows the runtime's.
+
+use jiff::Timestamp;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// Wall-clock and monotonic time.
+#[derive(Debug, Clone, Copy)]
+pub struct Clock {
+    /// Without a base the system's wall clock counts.
+    base: Option<Timestamp>,
+    start: Instant,
+}
+
+impl Clock {
+    /// The system's clocks; monotonic time counts from now.
+    #[must_use]
+    pub fn system() -> Self {
+        Self { base: None, start: Instant::now() }
+    }
+
+    /// A wall clock that reads `base` now and goes on as the runtime's clock does.
+    #[must_use]
+    pub fn following_runtime(base: Timestamp) -> Self {
+        Self { base: Some(base), start: Instant::now() }
+    }
+
+    /// Wall-clock time, for what people read and what outlives the process.
+    #[must_use]
+    pub fn now(&self) -> Timestamp {
+        match self.base {
+            None => Timestamp::now(),
+            Some(base) => base.checked_add(self.start.elapsed()).unwrap_or(Timestamp::MAX),
+        }
+    }
+
+    /// Time since this clock was made, never going back: for expiry and back-off.
+    #[must_use]
+    pub fn monotonic(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// The runtime's instant at which [`Clock::monotonic`] will read `at`.
+    #[must_use]
+    pub fn instant(&self, at: Duration) -> Instant {
+        self.start + at
+    }
+}

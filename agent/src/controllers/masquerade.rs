@@ -1,0 +1,274 @@
+//! How pod traffic that leaves the cluster is treated: devices, excluded destinations, settings of the datapath.
+
+use crate::tables::rows::{ChosenDevice, FileContent, MasqueradeRow, NetworkRow, PeerRow};
+use crate::tables::{Reader, Table};
+use cistern_core::masquerade::excluded::{self, ConfigFile, Found, ListSource, Outcome};
+use cistern_core::masquerade::plan::{
+    AddressFacts, AttachmentEntry, DatapathSettings, DeviceEntry, DeviceFacts, ExcludedReason, ExclusionSources,
+    LinkFacts, RouteFacts, exclusions, merge_ports, not_ready, select_devices,
+};
+use cistern_core::settings::Settings;
+use ipnet::{IpNet, Ipv4Net};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+
+/// What is followed, and what does not change.
+pub struct Inputs {
+    /// Name of this node.
+    pub node: String,
+    /// The settings in force.
+    pub settings: Settings,
+    /// `ip_local_reserved_ports` of the host.
+    pub reserved_ports: Vec<(u16, u16)>,
+    /// The ip-masq-agent file that was last in force, from disk.
+    pub last_good: Option<ConfigFile>,
+    /// Every node of the cluster.
+    pub peers: Reader<String, PeerRow>,
+    /// Devices and routes of this node.
+    pub network: Reader<(), NetworkRow>,
+    /// The ip-masq-agent file; none when it is not asked for.
+    pub file: Option<Reader<(), FileContent>>,
+}
+
+/// What is published.
+#[derive(Debug, Clone)]
+pub struct Tables {
+    /// Excluded destinations.
+    pub excluded: Arc<Table<Ipv4Net, ExcludedReason>>,
+    /// Egress devices by index.
+    pub devices: Arc<Table<u32, DeviceEntry>>,
+    /// Settings of the datapath.
+    pub settings: Arc<Table<(), DatapathSettings>>,
+    /// Devices that carry the programs.
+    pub attachments: Arc<Table<u32, AttachmentEntry>>,
+    /// The file to go back to, if there was one.
+    pub last_good: Arc<Table<(), Option<ConfigFile>>>,
+    /// For people.
+    pub report: Arc<Table<(), MasqueradeRow>>,
+}
+
+impl Default for Tables {
+    fn default() -> Self {
+        Self {
+            excluded: Arc::new(Table::new("excluded")),
+            devices: Arc::new(Table::new("devices")),
+            settings: Arc::new(Table::new("datapath-settings")),
+            attachments: Arc::new(Table::new("attachments")),
+            last_good: Arc::new(Table::new("last-good-ip-masq")),
+            report: Arc::new(Table::new("masquerade")),
+        }
+    }
+}
+
+/// Runs until dropped. Devices and settings follow from this node alone and are published as soon as it is known;
+/// excluded destinations wait for the nodes of the cluster, whose pod CIDRs are among them.
+pub async fn run(mut inputs: Inputs, tables: Tables) {
+    tables.settings.publish(BTreeMap::from([((), datapath_settings(&inputs.settings, &inputs.reserved_ports))]));
+    let mut last_good = inputs.last_good.take();
+    let mut told = None;
+    loop {
+        let network = inputs.network.synced().await;
+        let network = network.rows.get(&()).cloned().unwrap_or_default();
+        let content = match &mut inputs.file {
+            Some(file) => file.synced().await.rows.get(&()).cloned(),
+            None => None,
+        };
+        let outcome = ip_masq(&inputs.settings, content.as_ref(), last_good.as_ref());
+        tell(&outcome, &mut told);
+        tables.last_good.publish(BTreeMap::from([((), outcome.last_good.clone())]));
+
+        let peers = inputs.peers.snapshot();
+        let pod_cidrs: BTreeSet<Ipv4Net> =
+            peers.rows.values().flat_map(|peer| peer.pod_cidrs.iter().copied()).collect();
+        let selection = select_devices(&facts(&network), &inputs.settings.devices, &pod_cidrs);
+        let fallback = derived_address(&inputs.settings, &network);
+        let mut devices = BTreeMap::new();
+        let mut report = MasqueradeRow {
+            not_ready: inputs
+                .settings
+                .enable_ipv4_masquerade
+                .then(|| not_ready(&selection, &inputs.settings.devices))
+                .flatten()
+                .or_else(|| fallback.as_ref().err().cloned()),
+            ip_masq_source: source(&inputs.settings, &outcome),
+            problems: outcome
+                .error
+                .iter()
+                .map(|error| format!("ip-masq-agent file is not in force: {error}"))
+                .chain(outcome.warnings.iter().map(ToString::to_string))
+                .collect(),
+            ..MasqueradeRow::default()
+        };
+        for (ifindex, device) in &selection.selected {
+            let address = fallback.clone().ok().flatten().or(device.address);
+            devices.insert(*ifindex, DeviceEntry { address });
+            report
+                .devices
+                .insert(*ifindex, ChosenDevice { name: device.name.clone(), address, reason: device.reason.clone() });
+        }
+        tables.attachments.publish(
+            selection
+                .selected
+                .iter()
+                .map(|(ifindex, device)| (*ifindex, AttachmentEntry { name: device.name.clone(), complete: true }))
+                .collect(),
+        );
+        tables.devices.publish(devices);
+        tables.report.publish(BTreeMap::from([((), report)]));
+        if peers.synced {
+            tables.excluded.publish(exclusions(&sources(&inputs, &peers.rows, &network, &outcome)));
+        }
+        last_good = outcome.last_good;
+        let file_changed = async {
+            match &mut inputs.file {
+                Some(file) => file.changed().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = inputs.peers.changed() => {}
+            () = inputs.network.changed() => {}
+            () = file_changed => {}
+        }
+    }
+}
+
+fn ip_masq(settings: &Settings, content: Option<&FileContent>, last_good: Option<&ConfigFile>) -> Outcome {
+    let found = match content {
+        None | Some(FileContent::Absent) => Found::Absent,
+        Some(FileContent::Bytes(bytes)) => match std::str::from_utf8(bytes) {
+            Ok(text) => Found::Content(text.to_owned()),
+            Err(error) => Found::Unreadable(format!("it is not UTF-8: {error}")),
+        },
+        Some(FileContent::Unreadable(reason)) => Found::Unreadable(reason.clone()),
+    };
+    excluded::decide(excluded::Input {
+        enabled: settings.enable_ip_masq_agent,
+        defaults: settings.ip_masq_default_exclusions,
+        ipv6: false,
+        found: &found,
+        last_good,
+    })
+}
+
+/// Logs what is in force when it changes, and every problem once.
+fn tell(outcome: &Outcome, told: &mut Option<Outcome>) {
+    if told.as_ref() == Some(outcome) {
+        return;
+    }
+    if let Some(error) = &outcome.error {
+        tracing::error!(%error, in_force = %outcome.source, "ip-masq-agent file is not used");
+    }
+    for warning in &outcome.warnings {
+        tracing::warn!("ip-masq-agent file: {warning}");
+    }
+    tracing::info!(source = %outcome.source, excluded = outcome.exclusions.ipv4.len(), "ip-masq-agent list in force");
+    *told = Some(outcome.clone());
+}
+
+fn source(settings: &Settings, outcome: &Outcome) -> String {
+    match outcome.source {
+        ListSource::File => format!("file {}", settings.ip_masq_agent_config_path.display()),
+        source => source.to_string(),
+    }
+}
+
+fn sources(
+    inputs: &Inputs,
+    peers: &BTreeMap<String, PeerRow>,
+    network: &NetworkRow,
+    outcome: &Outcome,
+) -> ExclusionSources {
+    let others = peers.iter().filter(|(name, _)| **name != inputs.node);
+    ExclusionSources {
+        own_addresses: ipv4_addresses(network).map(|(_, net)| net.addr()).collect(),
+        node_internal_addresses: if inputs.settings.enable_remote_node_masquerade {
+            BTreeSet::new()
+        } else {
+            others.flat_map(|(_, peer)| peer.internal_ips.iter().copied()).collect()
+        },
+        pod_cidrs: peers.values().flat_map(|peer| peer.pod_cidrs.iter().copied()).collect(),
+        native_routing: inputs.settings.ipv4_native_routing_cidr,
+        ip_masq_agent: outcome.exclusions.ipv4.iter().copied().collect(),
+        masquerade_link_local: !outcome.exclusions.link_local_ipv4,
+    }
+}
+
+fn ipv4_addresses(network: &NetworkRow) -> impl Iterator<Item = (u32, Ipv4Net)> {
+    network.links.iter().flat_map(|(index, link)| {
+        link.addresses.iter().filter_map(|net| match net {
+            IpNet::V4(net) => Some((*index, *net)),
+            IpNet::V6(_) => None,
+        })
+    })
+}
+
+/// `derive-masq-ip-addr-from-device`: the address for every device, or why there is none.
+fn derived_address(settings: &Settings, network: &NetworkRow) -> Result<Option<Ipv4Addr>, String> {
+    let Some(name) = &settings.derive_masq_ip_addr_from_device else { return Ok(None) };
+    let address = network.links.values().filter(|link| link.name == *name).find_map(|link| {
+        link.addresses.iter().find_map(|net| match net {
+            IpNet::V4(net) => Some(net.addr()),
+            IpNet::V6(_) => None,
+        })
+    });
+    address.map(Some).ok_or_else(|| {
+        format!("derive-masq-ip-addr-from-device: device {name:?} does not exist or has no IPv4 address")
+    })
+}
+
+fn facts(network: &NetworkRow) -> DeviceFacts {
+    /// Length of an Ethernet address; devices without a header have none or another one.
+    const ETHERNET: usize = 6;
+    let mut networks = BTreeSet::new();
+    DeviceFacts {
+        links: network
+            .links
+            .iter()
+            .map(|(index, link)| LinkFacts {
+                index: *index,
+                name: link.name.clone(),
+                kind: Some(link.kind.clone()).filter(|kind| !kind.is_empty()),
+                up: link.up,
+                loopback: link.loopback,
+                ethernet: link.mac.len() == ETHERNET && !link.loopback,
+                master: link.master,
+            })
+            .collect(),
+        addresses: ipv4_addresses(network)
+            .map(|(index, net)| AddressFacts {
+                index,
+                address: net.addr(),
+                global: !net.addr().is_loopback() && !net.addr().is_link_local(),
+                // The kernel lists the primary address of a network first.
+                secondary: !networks.insert((index, net.trunc())),
+            })
+            .collect(),
+        routes: network
+            .routes
+            .iter()
+            .filter_map(|route| {
+                Some(RouteFacts {
+                    destination: route.destination,
+                    index: route.ifindex?,
+                    gateway: route.gateway.is_some(),
+                    preferred_source: route.source,
+                })
+            })
+            .collect(),
+    }
+}
+
+fn datapath_settings(settings: &Settings, reserved: &[(u16, u16)]) -> DatapathSettings {
+    let mut ports = reserved.to_vec();
+    ports.push((settings.node_port_range.first, settings.node_port_range.last));
+    DatapathSettings {
+        masquerade: settings.enable_ipv4_masquerade,
+        flow_policy: settings.masquerade_flow_policy,
+        port_min: settings.masquerade_port_range.first,
+        port_max: settings.masquerade_port_range.last,
+        ports_reserved: merge_ports(&ports),
+        tcp_idle_seconds: u32::try_from(settings.tcp_idle_timeout.as_secs()).unwrap_or(u32::MAX),
+    }
+}

@@ -1,0 +1,123 @@
+//! What this node's own CiliumNode shall say.
+
+use crate::tables::rows::{NetworkRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow};
+use crate::tables::{Reader, Table};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+
+/// Follows the Node, the router address and the pool, and publishes the desired object under the node's name.
+pub async fn run(
+    node: String,
+    mut nodes: Reader<String, NodeRow>,
+    mut network: Reader<(), NetworkRow>,
+    mut router: Reader<Ipv4Addr, ()>,
+    mut pool: Reader<(), PoolRow>,
+    desired: Arc<Table<String, OwnCiliumNode>>,
+) {
+    loop {
+        let nodes_now = nodes.synced().await;
+        let network_now = network.synced().await;
+        let router_now = router.snapshot();
+        let pool_now = pool.snapshot();
+        let planned = plan(
+            &node,
+            nodes_now.rows.get(&node),
+            network_now.rows.get(&()),
+            router_now.rows.keys().next().copied(),
+            pool_now.rows.get(&()),
+        );
+        desired.publish(BTreeMap::from([(node.clone(), planned)]));
+        tokio::select! {
+            () = nodes.changed() => {}
+            () = network.changed() => {}
+            () = router.changed() => {}
+            () = pool.changed() => {}
+        }
+    }
+}
+
+/// Addresses come from the Node; before kubelet has written any, the address of the device with the default route
+/// stands in, so that the first node of a cluster is not waited for by everybody.
+fn plan(
+    name: &str,
+    node: Option<&NodeRow>,
+    network: Option<&NetworkRow>,
+    router: Option<Ipv4Addr>,
+    pool: Option<&PoolRow>,
+) -> OwnCiliumNode {
+    let mut addresses: Vec<NodeAddress> = node.map(|node| node.addresses.clone()).unwrap_or_default();
+    if !addresses.iter().any(|address| address.kind == "InternalIP")
+        && let Some(ip) = network.and_then(default_address)
+    {
+        addresses.push(NodeAddress { kind: "InternalIP".to_owned(), ip: IpAddr::V4(ip) });
+    }
+    if let Some(router) = router {
+        addresses.push(NodeAddress { kind: "CiliumInternalIP".to_owned(), ip: IpAddr::V4(router) });
+    }
+    OwnCiliumNode {
+        addresses,
+        owner: node.map(|node| (name.to_owned(), node.uid.clone())),
+        claim: pool.iter().map(|pool| pool.pod_cidr).collect(),
+    }
+}
+
+/// The first IPv4 address of the device that the default route leaves by, else of the first device that has one.
+fn default_address(network: &NetworkRow) -> Option<Ipv4Addr> {
+    let by_route =
+        network.routes.iter().find(|route| route.destination.prefix_len() == 0).and_then(|route| route.ifindex);
+    let address = |ifindex: &u32| {
+        network.links.get(ifindex).filter(|link| !link.loopback).and_then(|link| {
+            link.addresses.iter().find_map(|net| match net {
+                ipnet::IpNet::V4(net) => Some(net.addr()),
+                ipnet::IpNet::V6(_) => None,
+            })
+        })
+    };
+    by_route.as_ref().and_then(address).or_else(|| network.links.keys().find_map(address))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tables::rows::{LinkRow, RouteRow};
+
+    fn link(name: &str, address: &str) -> LinkRow {
+        LinkRow {
+            name: name.into(),
+            up: true,
+            loopback: false,
+            kind: String::new(),
+            master: None,
+            mtu: 1500,
+            mac: Vec::new(),
+            addresses: vec![address.parse().unwrap()],
+        }
+    }
+
+    #[test]
+    fn the_nodes_own_addresses_win_over_the_default_route() {
+        let network = NetworkRow {
+            links: BTreeMap::from([(2, link("mgmt", "192.0.2.9/24")), (3, link("eth0", "172.29.8.20/24"))]),
+            routes: vec![RouteRow {
+                destination: "0.0.0.0/0".parse().unwrap(),
+                ifindex: Some(3),
+                gateway: Some("172.29.8.1".parse().unwrap()),
+                source: None,
+            }],
+        };
+        let kubelet = NodeRow {
+            uid: "u1".into(),
+            addresses: vec![NodeAddress { kind: "InternalIP".into(), ip: "172.29.8.99".parse().unwrap() }],
+        };
+        let planned = plan("n1", Some(&kubelet), Some(&network), Some("10.244.1.3".parse().unwrap()), None);
+        assert_eq!(planned.addresses.len(), 2);
+        assert_eq!(planned.addresses[0].ip, "172.29.8.99".parse::<IpAddr>().unwrap());
+        assert_eq!(planned.addresses[1].kind, "CiliumInternalIP");
+        assert_eq!(planned.owner, Some(("n1".into(), "u1".into())));
+
+        let planned = plan("n1", None, Some(&network), None, None);
+        assert_eq!(planned.addresses[0].ip, "172.29.8.20".parse::<IpAddr>().unwrap());
+        assert_eq!(planned.owner, None);
+    }
+}

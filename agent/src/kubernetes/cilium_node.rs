@@ -1,0 +1,260 @@
+//! Writing CiliumNodes: the agent its own, the operator blocks and errors of all.
+//!
+//! Both write merge patches of their own fields only. What was written is remembered until the watch shows it (or
+//! something newer), so that a full pass in between does not write it again.
+
+use super::{AGENT, KubernetesError, Leadership, OPERATOR, write};
+use crate::reconciler::Operations;
+use crate::tables::Reader;
+use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeAddress, OwnCiliumNode};
+use cistern_crds::CiliumNode;
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
+use kube::{Api, Client};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+const KIND: &str = "CiliumNode";
+
+/// A value that was written, and the resource version that it replaced.
+#[derive(Debug)]
+struct Written<V> {
+    replaced: String,
+    value: V,
+}
+
+/// The agent's own object.
+#[derive(Debug)]
+pub struct OwnNode {
+    api: Api<CiliumNode>,
+    name: String,
+    seen: Reader<String, CiliumNodeRow>,
+    written: Option<Written<OwnCiliumNode>>,
+}
+
+impl OwnNode {
+    /// Writes the object `name`, and reads it back from `seen`.
+    #[must_use]
+    pub fn new(client: Client, name: String, seen: Reader<String, CiliumNodeRow>) -> Self {
+        Self { api: Api::all(client), name, seen, written: None }
+    }
+}
+
+fn addresses(addresses: &[NodeAddress]) -> Value {
+    addresses.iter().map(|address| json!({"type": address.kind, "ip": address.ip.to_string()})).collect()
+}
+
+fn owner_references(owner: Option<&(String, String)>) -> Value {
+    owner.map(|(name, uid)| json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid})).into_iter().collect()
+}
+
+impl Operations for OwnNode {
+    type Key = String;
+    type Value = OwnCiliumNode;
+    type Error = KubernetesError;
+
+    async fn update(&mut self, name: &String, value: &OwnCiliumNode) -> Result<(), KubernetesError> {
+        let row = self.seen.synced().await.rows.get(name).cloned();
+        let metadata = json!({"name": name, "ownerReferences": owner_references(value.owner.as_ref())});
+        match row {
+            None => {
+                let claim: Vec<String> = value.claim.iter().map(ToString::to_string).collect();
+                let object: CiliumNode = serde_json::from_value(json!({
+                    "apiVersion": "cilium.io/v2", "kind": KIND, "metadata": metadata,
+                    "spec": {"addresses": addresses(&value.addresses), "ipam": {"podCIDRs": claim}},
+                }))
+                .map_err(|source| KubernetesError::Call {
+                    verb: "create",
+                    kind: KIND,
+                    name: name.clone(),
+                    source: Box::new(kube::Error::SerdeError(source)),
+                })?;
+                let params = PostParams { field_manager: Some(AGENT.to_owned()), ..PostParams::default() };
+                write("create", KIND, name, self.api.create(&params, &object)).await?;
+                self.written = Some(Written { replaced: String::new(), value: value.clone() });
+            }
+            Some(row) => {
+                let patch = json!({"metadata": metadata, "spec": {"addresses": addresses(&value.addresses)}});
+                let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
+                write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await?;
+                self.written = Some(Written { replaced: row.resource_version, value: value.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    async fn delete(&mut self, _name: &String) -> Result<(), KubernetesError> {
+        // The object goes with its Node; this agent never deletes it.
+        Ok(())
+    }
+
+    async fn observe(&mut self) -> Result<BTreeMap<String, OwnCiliumNode>, KubernetesError> {
+        let snapshot = self.seen.synced().await;
+        let row = snapshot.rows.get(&self.name);
+        let version = row.map_or("", |row| row.resource_version.as_str());
+        if let Some(written) = &self.written
+            && written.replaced == version
+        {
+            return Ok(BTreeMap::from([(self.name.clone(), written.value.clone())]));
+        }
+        // What the object claims is the operator's; the claim that this agent would make is no difference.
+        let claim = self.written.as_ref().map(|written| written.value.claim.clone());
+        self.written = None;
+        Ok(row
+            .map(|row| {
+                let value = OwnCiliumNode {
+                    addresses: row.addresses.clone(),
+                    owner: row.owner.clone(),
+                    claim: claim.unwrap_or_else(|| row.pod_cidrs.iter().filter_map(|text| text.parse().ok()).collect()),
+                };
+                (self.name.clone(), value)
+            })
+            .into_iter()
+            .collect())
+    }
+
+    async fn changed(&mut self) {
+        self.seen.changed().await;
+    }
+}
+
+/// Blocks and errors of every node; writes only while this process leads.
+#[derive(Debug)]
+pub struct PodCidrs {
+    api: Api<CiliumNode>,
+    seen: Reader<String, CiliumNodeRow>,
+    leadership: Leadership,
+    written: BTreeMap<String, Written<CiliumNodeIpam>>,
+}
+
+impl PodCidrs {
+    /// Writes the objects that `seen` lists.
+    #[must_use]
+    pub fn new(client: Client, seen: Reader<String, CiliumNodeRow>, leadership: Leadership) -> Self {
+        Self { api: Api::all(client), seen, leadership, written: BTreeMap::new() }
+    }
+
+    async fn patch(&self, name: &str, patch: &Value, status: bool) -> Result<CiliumNode, KubernetesError> {
+        let verb = if status { "patch status of" } else { "patch" };
+        let params = PatchParams { field_manager: Some(OPERATOR.to_owned()), ..PatchParams::default() };
+        let patch = Patch::Merge(patch);
+        if status {
+            self.leadership.write(verb, KIND, name, self.api.patch_status(name, &params, &patch)).await
+        } else {
+            self.leadership.write(verb, KIND, name, self.api.patch(name, &params, &patch)).await
+        }
+    }
+}
+
+impl Operations for PodCidrs {
+    type Key = String;
+    type Value = CiliumNodeIpam;
+    type Error = KubernetesError;
+
+    async fn update(&mut self, name: &String, value: &CiliumNodeIpam) -> Result<(), KubernetesError> {
+        let snapshot = self.seen.synced().await;
+        // Deleted since it was planned: nothing to write (`ipam` 2.2.9).
+        let Some(row) = snapshot.rows.get(name).filter(|row| row.uid == value.uid) else { return Ok(()) };
+        if value.pod_cidrs != row.pod_cidrs {
+            // The precondition is what the plan was made from: nobody else gave this node a block since.
+            let patch = json!({
+                "metadata": {"resourceVersion": row.resource_version},
+                "spec": {"ipam": {"podCIDRs": value.pod_cidrs}},
+            });
+            match self.patch(name, &patch, false).await {
+                Ok(_) => {}
+                Err(error) if error.is_not_found() => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        if value.error != row.operator_error {
+            let error = value.error.clone().unwrap_or_default();
+            let patch = json!({"status": {"ipam": {"operator-status": {"error": error}}}});
+            match self.patch(name, &patch, true).await {
+                Ok(_) => {}
+                Err(error) if error.is_not_found() => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        let replaced = row.resource_version.clone();
+        self.written.insert(name.clone(), Written { replaced, value: value.clone() });
+        Ok(())
+    }
+
+    async fn delete(&mut self, name: &String) -> Result<(), KubernetesError> {
+        // A row that left the plan is an object that is gone; blocks are never taken from one that exists.
+        self.written.remove(name);
+        Ok(())
+    }
+
+    async fn observe(&mut self) -> Result<BTreeMap<String, CiliumNodeIpam>, KubernetesError> {
+        let snapshot = self.seen.synced().await;
+        self.written.retain(|name, written| {
+            snapshot.rows.get(name).is_some_and(|row| row.resource_version == written.replaced)
+        });
+        Ok(snapshot
+            .rows
+            .iter()
+            .map(|(name, row)| {
+                let value = self.written.get(name).map_or_else(
+                    || CiliumNodeIpam {
+                        uid: row.uid.clone(),
+                        pod_cidrs: row.pod_cidrs.clone(),
+                        error: row.operator_error.clone(),
+                    },
+                    |written| written.value.clone(),
+                );
+                (name.clone(), value)
+            })
+            .collect())
+    }
+
+    async fn changed(&mut self) {
+        self.seen.changed().await;
+    }
+}
+
+/// CiliumNodes whose Node is gone; deletes only while this process leads.
+#[derive(Debug)]
+pub struct Orphans {
+    api: Api<CiliumNode>,
+    leadership: Leadership,
+}
+
+impl Orphans {
+    /// Deletes objects by name and UID.
+    #[must_use]
+    pub fn new(client: Client, leadership: Leadership) -> Self {
+        Self { api: Api::all(client), leadership }
+    }
+}
+
+impl Operations for Orphans {
+    type Key = String;
+    /// UID of the object: one of the same name that was made since is another one and stays.
+    type Value = String;
+    type Error = KubernetesError;
+
+    async fn update(&mut self, name: &String, uid: &String) -> Result<(), KubernetesError> {
+        let params = DeleteParams {
+            preconditions: Some(Preconditions { uid: Some(uid.clone()), resource_version: None }),
+            ..DeleteParams::default()
+        };
+        match self.leadership.write("delete", KIND, name, self.api.delete(name, &params)).await {
+            Ok(_) => {
+                tracing::info!(node = name, "CiliumNode deleted: its Node is gone");
+                Ok(())
+            }
+            // Gone already, or another object of that name by now.
+            Err(error) if error.is_not_found() || error.is_conflict() => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn delete(&mut self, _name: &String) -> Result<(), KubernetesError> {
+        Ok(())
+    }
+
+    async fn observe(&mut self) -> Result<BTreeMap<String, String>, KubernetesError> {
+        Ok(BTreeMap::new())
+    }
+}

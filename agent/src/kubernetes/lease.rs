@@ -1,0 +1,243 @@
+//! Taking part in the leader election.
+
+use super::{KubernetesError, write};
+use crate::clock::Clock;
+use crate::tables::{Table, Waits};
+use cistern_core::lease::evaluate::{Action, Observation, Record, Timings, evaluate};
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use kube::api::PostParams;
+use kube::{Api, Client};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// Name of the Lease that the operators share.
+pub const LEASE_NAME: &str = "cistern-operator";
+
+const KIND: &str = "Lease";
+const WAIT: &str = "leader election";
+
+/// Which election, and as whom.
+#[derive(Debug, Clone)]
+pub struct Election {
+    /// Namespace of the Lease.
+    pub namespace: String,
+    /// Name of this process among the candidates; no two processes share it, not even one and its successor.
+    pub identity: String,
+    /// How long things last.
+    pub timings: Timings,
+}
+
+/// What is known of the election.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LeaderRow {
+    /// This process leads.
+    pub leading: bool,
+    /// Who leads, as last seen.
+    pub holder: Option<String>,
+}
+
+/// Ends of the election towards whoever runs what only a leader may run.
+pub struct Scope {
+    /// The moment at which every write of the leader must have ended; none while another process leads.
+    pub until: watch::Sender<Option<Instant>>,
+    /// True while something of the leader's still runs. No new claim is made before it has ended.
+    pub busy: watch::Receiver<bool>,
+}
+
+struct Candidate {
+    api: Api<Lease>,
+    election: Election,
+    clock: Clock,
+    observed: Option<(Observation, Option<Lease>)>,
+    /// The monotonic moment before the last successful write was sent, while leading.
+    leading: Option<Duration>,
+}
+
+/// Takes part until cancelled, then lets the Lease go if nothing of the leader's runs any more.
+pub async fn run(
+    client: Client,
+    election: Election,
+    mut scope: Scope,
+    view: Arc<Table<(), LeaderRow>>,
+    waits: Waits,
+    clock: Clock,
+    cancel: CancellationToken,
+) {
+    let api = Api::namespaced(client, &election.namespace);
+    let mut this = Candidate { api, election, clock, observed: None, leading: None };
+    loop {
+        let pause = this.step(&scope, &waits).await;
+        let until = this.leading.map(|renewed| this.clock.instant(renewed + this.election.timings.renew_deadline()));
+        scope.until.send_if_modified(|current| std::mem::replace(current, until) != until);
+        view.publish(BTreeMap::from([((), this.row())]));
+        if this.leading.is_none() && *scope.busy.borrow_and_update() {
+            // Stepped down: what the leader ran must have ended before another claim.
+            tokio::select! {
+                () = cancel.cancelled() => break,
+                _ = scope.busy.wait_for(|busy| !busy) => {}
+            }
+        }
+        tokio::select! {
+            () = cancel.cancelled() => break,
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
+    if this.leading.is_some() && !*scope.busy.borrow() {
+        this.release().await;
+    }
+    scope.until.send_replace(None);
+}
+
+impl Candidate {
+    fn row(&self) -> LeaderRow {
+        let holder = self.observed.as_ref().and_then(|(observed, _)| observed.record.as_ref()?.holder.clone());
+        LeaderRow { leading: self.leading.is_some(), holder: holder.filter(|holder| !holder.is_empty()) }
+    }
+
+    /// One look and at most one write; answers how long to wait.
+    async fn step(&mut self, scope: &Scope, waits: &Waits) -> Duration {
+        let retry = self.election.timings.retry_period();
+        // A leader knows the object from its own last write; a write that fails makes it look again.
+        if (self.leading.is_none() || self.observed.is_none())
+            && let Err(error) = self.look().await
+        {
+            waits.begin(WAIT, error.to_string(), Some(retry));
+            if self.leading.is_none() {
+                return retry;
+            }
+        }
+        let now = self.clock.monotonic();
+        let Some((observed, object)) = &self.observed else {
+            // A leader that cannot look goes on to its deadline and no further.
+            return self.deadline_or(retry, now);
+        };
+        match evaluate(observed, &self.election.identity, self.leading, &self.election.timings, now) {
+            Action::Acquire { transitions, timeout } => {
+                if *scope.busy.borrow() {
+                    return retry;
+                }
+                let object = object.clone();
+                self.claim(object, Some(transitions), timeout, waits).await;
+                if self.leading.is_some() {
+                    tracing::info!(identity = self.election.identity, "leading");
+                }
+                retry
+            }
+            Action::Renew { timeout } => {
+                let object = object.clone();
+                self.claim(object, None, timeout, waits).await;
+                self.deadline_or(retry, self.clock.monotonic())
+            }
+            Action::Wait { until, .. } => {
+                waits.end(WAIT);
+                until.saturating_sub(now)
+            }
+            Action::StepDown { loss } => {
+                tracing::warn!(identity = self.election.identity, %loss, "no longer leading");
+                self.leading = None;
+                self.observed = None;
+                Duration::ZERO
+            }
+        }
+    }
+
+    fn deadline_or(&mut self, pause: Duration, now: Duration) -> Duration {
+        let Some(renewed) = self.leading else { return pause };
+        let deadline = renewed + self.election.timings.renew_deadline();
+        if now >= deadline {
+            tracing::warn!(identity = self.election.identity, "no longer leading: not renewed in time");
+            self.leading = None;
+        }
+        pause.min(deadline.saturating_sub(now))
+    }
+
+    async fn look(&mut self) -> Result<(), KubernetesError> {
+        let object = write("get", KIND, LEASE_NAME, self.api.get_opt(LEASE_NAME)).await?;
+        self.saw(object);
+        Ok(())
+    }
+
+    fn saw(&mut self, object: Option<Lease>) {
+        let now = self.clock.monotonic();
+        let record = object.as_ref().map(record);
+        match &mut self.observed {
+            Some((observed, last)) => {
+                observed.look(record, now);
+                *last = object;
+            }
+            None => self.observed = Some((Observation::first(record, now), object)),
+        }
+    }
+
+    /// Writes a claim or a renewal, with the resource version as precondition.
+    async fn claim(&mut self, object: Option<Lease>, transitions: Option<i32>, timeout: Duration, waits: &Waits) {
+        let before = self.clock.monotonic();
+        let time = MicroTime(self.clock.now());
+        let mut lease = object.clone().unwrap_or_else(|| Lease {
+            metadata: ObjectMeta { name: Some(LEASE_NAME.to_owned()), ..ObjectMeta::default() },
+            ..Lease::default()
+        });
+        let spec = lease.spec.get_or_insert_with(LeaseSpec::default);
+        spec.holder_identity = Some(self.election.identity.clone());
+        spec.lease_duration_seconds = i32::try_from(self.election.timings.duration().as_secs()).ok();
+        if let Some(transitions) = transitions {
+            spec.acquire_time = Some(time.clone());
+            spec.lease_transitions = Some(transitions);
+        }
+        spec.renew_time = Some(time);
+        let params = PostParams::default();
+        let call = async {
+            match object {
+                Some(_) => self.api.replace(LEASE_NAME, &params, &lease).await,
+                None => self.api.create(&params, &lease).await,
+            }
+        };
+        let verb = if transitions.is_some() { "claim" } else { "renew" };
+        let timeout = timeout.min(super::WRITE_TIMEOUT);
+        match super::within(timeout, verb, KIND, LEASE_NAME, call).await {
+            Ok(object) => {
+                waits.end(WAIT);
+                self.saw(Some(object));
+                self.leading = Some(before);
+            }
+            Err(error) => {
+                waits.begin(WAIT, error.to_string(), Some(self.election.timings.retry_period()));
+                // It may have arrived, or somebody else's did: the next step looks at the object again.
+                if let Err(error) = self.look().await {
+                    tracing::debug!(%error, "lease not read after a failed write");
+                }
+            }
+        }
+    }
+
+    /// Lets the Lease go, so that the next leader need not wait for its end.
+    async fn release(&mut self) {
+        let Some((_, Some(mut lease))) = self.observed.take() else { return };
+        if let Some(spec) = lease.spec.as_mut() {
+            spec.holder_identity = Some(String::new());
+            spec.renew_time = Some(MicroTime(self.clock.now()));
+        }
+        let params = PostParams::default();
+        let call = self.api.replace(LEASE_NAME, &params, &lease);
+        match write("release", KIND, LEASE_NAME, call).await {
+            Ok(_) => tracing::info!(identity = self.election.identity, "lease released"),
+            Err(error) => tracing::warn!(%error, "lease not released; it ends by itself"),
+        }
+    }
+}
+
+fn record(lease: &Lease) -> Record {
+    let spec = lease.spec.clone().unwrap_or_default();
+    Record {
+        holder: spec.holder_identity,
+        duration_seconds: spec.lease_duration_seconds,
+        transitions: spec.lease_transitions.unwrap_or_default(),
+        renewed: spec.renew_time.map(|time| time.0.to_string()),
+    }
+}

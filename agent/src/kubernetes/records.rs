@@ -1,0 +1,101 @@
+//! The operator's ConfigMap: what outlives a leader (`ipam` decision 13).
+
+use super::{KubernetesError, Leadership, OPERATOR, write};
+use cistern_core::ipam::cluster::cluster_pool::Records;
+use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::{Patch, PatchParams, PostParams};
+use kube::{Api, Client, ResourceExt};
+use serde_json::json;
+
+/// Name of the ConfigMap.
+pub const CONFIG_MAP: &str = "cistern-ipam";
+
+const KIND: &str = "ConfigMap";
+
+/// The ConfigMap cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordsError {
+    /// The API server failed.
+    #[error(transparent)]
+    Kubernetes(#[from] KubernetesError),
+    /// What it holds cannot be read or written. It may name blocks that are in use, so nothing is planned without it.
+    #[error("ConfigMap {namespace}/{CONFIG_MAP}: {reason}; no block is given until somebody repairs or deletes it")]
+    Content {
+        /// Where it is.
+        namespace: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// Reads and writes the ConfigMap; writes only while this process leads.
+#[derive(Debug)]
+pub struct RecordStore {
+    api: Api<ConfigMap>,
+    namespace: String,
+    leadership: Leadership,
+    /// Resource version that the next write replaces; none while the object does not exist.
+    version: Option<String>,
+}
+
+impl RecordStore {
+    /// The ConfigMap of this namespace.
+    #[must_use]
+    pub fn new(client: Client, namespace: String, leadership: Leadership) -> Self {
+        Self { api: Api::namespaced(client, &namespace), namespace, leadership, version: None }
+    }
+
+    /// What is recorded; empty without the object.
+    ///
+    /// # Errors
+    /// See [`RecordsError`].
+    pub async fn read(&mut self) -> Result<Records, RecordsError> {
+        let object = write("get", KIND, CONFIG_MAP, self.api.get_opt(CONFIG_MAP)).await?;
+        self.version = object.as_ref().and_then(ResourceExt::resource_version);
+        let data = object.and_then(|object| object.data).unwrap_or_default();
+        Records::from_data(&data).map_err(|error| self.content(error.to_string()))
+    }
+
+    /// Replaces what is recorded, provided that nobody else changed it since it was read or written here.
+    ///
+    /// # Errors
+    /// See [`RecordsError`].
+    pub async fn write(&mut self, records: &Records) -> Result<(), RecordsError> {
+        let data = records.to_data().map_err(|error| self.content(error.to_string()))?;
+        let object = match &self.version {
+            None => {
+                let object = ConfigMap {
+                    metadata: ObjectMeta { name: Some(CONFIG_MAP.to_owned()), ..ObjectMeta::default() },
+                    data: Some(data),
+                    ..ConfigMap::default()
+                };
+                let params = PostParams { field_manager: Some(OPERATOR.to_owned()), ..PostParams::default() };
+                self.leadership.write("create", KIND, CONFIG_MAP, self.api.create(&params, &object)).await
+            }
+            Some(version) => {
+                let patch = json!({"metadata": {"resourceVersion": version}, "data": data});
+                let params = PatchParams { field_manager: Some(OPERATOR.to_owned()), ..PatchParams::default() };
+                let patch = Patch::Merge(&patch);
+                let call = self.api.patch(CONFIG_MAP, &params, &patch);
+                self.leadership.write("patch", KIND, CONFIG_MAP, call).await
+            }
+        };
+        match object {
+            Ok(object) => {
+                self.version = object.resource_version();
+                Ok(())
+            }
+            Err(error) => {
+                // The write may have arrived in spite of the error: only what is read again can be replaced.
+                let now = write("get", KIND, CONFIG_MAP, self.api.get_opt(CONFIG_MAP)).await?;
+                self.version = now.as_ref().and_then(ResourceExt::resource_version);
+                Err(error.into())
+            }
+        }
+    }
+
+    fn content(&self, reason: String) -> RecordsError {
+        RecordsError::Content { namespace: self.namespace.clone(), reason }
+    }
+}

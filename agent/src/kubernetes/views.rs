@@ -1,0 +1,93 @@
+//! API objects into rows. API structs stop here.
+
+use super::watch::ViewError;
+use crate::tables::rows::{CiliumNodeRow, NodeAddress, NodeRow};
+use cistern_crds::CiliumNode;
+use k8s_openapi::api::core::v1::Node;
+use kube::ResourceExt;
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+/// A Node.
+///
+/// # Errors
+/// When it has no UID, which the API server gives to every object.
+pub fn node(node: &Node) -> Result<NodeRow, ViewError> {
+    let uid = node.uid().ok_or_else(|| no_uid("Node", node))?;
+    let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
+    Ok(NodeRow { uid, addresses: read_addresses(addresses.map(|address| (&address.type_, &address.address))) })
+}
+
+/// A CiliumNode. Addresses that are none are left out with a warning; pod CIDRs stay text, since the operator reports
+/// those that cannot be read.
+///
+/// # Errors
+/// When it has no UID, which the API server gives to every object.
+pub fn cilium_node(object: &CiliumNode) -> Result<CiliumNodeRow, ViewError> {
+    let uid = object.uid().ok_or_else(|| no_uid("CiliumNode", object))?;
+    let spec = &object.spec;
+    let owner = object.owner_references().iter().find(|owner| owner.kind == "Node");
+    Ok(CiliumNodeRow {
+        uid,
+        resource_version: object.resource_version().unwrap_or_default(),
+        created: object.creation_timestamp().map(|time| time.0),
+        deleting: object.metadata.deletion_timestamp.is_some(),
+        owner: owner.map(|owner| (owner.name.clone(), owner.uid.clone())),
+        addresses: read_addresses(spec.addresses.iter().map(|address| (&address.kind, &address.ip))),
+        pod_cidrs: spec.ipam.pod_cidrs.clone(),
+        operator_error: object
+            .status
+            .as_ref()
+            .and_then(|status| status.ipam.operator_status.as_ref())
+            .and_then(|status| status.error.clone())
+            .filter(|error| !error.is_empty()),
+    })
+}
+
+fn no_uid<K: ResourceExt>(kind: &'static str, object: &K) -> ViewError {
+    ViewError { kind, name: object.name_any(), reason: "metadata.uid is missing".to_owned() }
+}
+
+/// Host names and DNS names among a Node's addresses are no addresses here. The order of the object stays: the first of
+/// a kind is the one that is used.
+fn read_addresses<'a>(addresses: impl Iterator<Item = (&'a String, &'a String)>) -> Vec<NodeAddress> {
+    let mut seen = BTreeSet::new();
+    addresses
+        .filter_map(|(kind, text)| {
+            let ip: IpAddr = text.parse().ok()?;
+            let address = NodeAddress { kind: kind.clone(), ip };
+            seen.insert(address.clone()).then_some(address)
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cilium_node_keeps_what_is_needed_of_it() {
+        let object: CiliumNode = serde_json::from_value(serde_json::json!({
+            "apiVersion": "cilium.io/v2", "kind": "CiliumNode",
+            "metadata": {
+                "name": "n1", "uid": "u1", "resourceVersion": "7", "creationTimestamp": "2026-01-02T03:04:05Z",
+                "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "nu1"}]
+            },
+            "spec": {
+                "addresses": [
+                    {"type": "InternalIP", "ip": "172.29.8.20"}, {"type": "InternalIP", "ip": "not an address"},
+                    {"type": "CiliumInternalIP", "ip": "10.244.1.7"}
+                ],
+                "ipam": {"podCIDRs": ["10.244.1.0/24", "10.244/16"]}
+            },
+            "status": {"ipam": {"operator-status": {"error": ""}}}
+        }))
+        .unwrap();
+        let row = cilium_node(&object).unwrap();
+        assert_eq!(row.owner, Some(("n1".into(), "nu1".into())));
+        assert_eq!(row.addresses.len(), 2);
+        assert_eq!(row.pod_cidrs, ["10.244.1.0/24", "10.244/16"]);
+        assert_eq!(row.operator_error, None);
+        assert_eq!(row.created, Some("2026-01-02T03:04:05Z".parse().unwrap()));
+    }
+}

@@ -1,0 +1,121 @@
+//! Routes and the router address as targets of the reconciler.
+
+use super::{Handle, NetlinkError, address, link, route};
+use crate::reconciler::Operations;
+use crate::tables::rows::RouteTarget;
+use ipnet::{IpNet, Ipv4Net};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr};
+
+/// The routes of the main table that carry [`route::PROTOCOL_NODE`]; others are neither seen nor touched.
+#[derive(Debug)]
+pub struct Routes {
+    handle: Handle,
+}
+
+impl Routes {
+    /// Routes of the network namespace that the calling thread is in.
+    ///
+    /// # Errors
+    /// When the kernel gives no socket.
+    pub fn open() -> Result<Self, NetlinkError> {
+        Ok(Self { handle: Handle::open()? })
+    }
+}
+
+fn as_route(destination: Ipv4Net, target: RouteTarget) -> route::Route {
+    let destination = IpNet::V4(destination);
+    match target {
+        RouteTarget::Via { gateway, ifindex } => route::Route::via(destination, IpAddr::V4(gateway), ifindex),
+        RouteTarget::Unreachable => route::Route::unreachable(destination),
+    }
+}
+
+fn as_target(route: &route::Route) -> Option<(Ipv4Net, RouteTarget)> {
+    let IpNet::V4(destination) = route.destination else { return None };
+    let target = match (route.kind, route.gateway, route.ifindex) {
+        (route::RouteKind::Unicast, Some(IpAddr::V4(gateway)), Some(ifindex)) => RouteTarget::Via { gateway, ifindex },
+        (route::RouteKind::Unreachable, _, _) => RouteTarget::Unreachable,
+        _ => return None,
+    };
+    Some((destination, target))
+}
+
+impl Operations for Routes {
+    type Key = Ipv4Net;
+    type Value = RouteTarget;
+    type Error = NetlinkError;
+
+    async fn update(&mut self, destination: &Ipv4Net, target: &RouteTarget) -> Result<(), NetlinkError> {
+        self.handle.apply(&[route::replace(&as_route(*destination, *target))])
+    }
+
+    async fn delete(&mut self, destination: &Ipv4Net) -> Result<(), NetlinkError> {
+        let ours = self.handle.routes(Some(route::PROTOCOL_NODE))?;
+        let gone: Vec<_> =
+            ours.iter().filter(|route| route.destination == IpNet::V4(*destination)).map(route::delete).collect();
+        for outcome in self.handle.apply_each(&gone)? {
+            match outcome {
+                Err(error) if !error.is_missing() => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    async fn observe(&mut self) -> Result<BTreeMap<Ipv4Net, RouteTarget>, NetlinkError> {
+        Ok(self.handle.routes(Some(route::PROTOCOL_NODE))?.iter().filter_map(as_target).collect())
+    }
+}
+
+/// The router address on the loopback device: /32 and of link scope, so that the kernel never picks it as a source by
+/// itself. That scope tells it from what others put there.
+#[derive(Debug)]
+pub struct RouterAddress {
+    handle: Handle,
+}
+
+impl RouterAddress {
+    /// The loopback device of the network namespace that the calling thread is in.
+    ///
+    /// # Errors
+    /// When the kernel gives no socket.
+    pub fn open() -> Result<Self, NetlinkError> {
+        Ok(Self { handle: Handle::open()? })
+    }
+}
+
+fn host(address: Ipv4Addr) -> IpNet {
+    IpNet::V4(Ipv4Net::from(address))
+}
+
+impl Operations for RouterAddress {
+    type Key = Ipv4Addr;
+    type Value = ();
+    type Error = NetlinkError;
+
+    async fn update(&mut self, address: &Ipv4Addr, _value: &()) -> Result<(), NetlinkError> {
+        let set = address::replace_in_scope(link::LOOPBACK, host(*address), address::Scope::Link);
+        self.handle.apply(&[link::up(link::LOOPBACK), set])
+    }
+
+    async fn delete(&mut self, address: &Ipv4Addr) -> Result<(), NetlinkError> {
+        match self.handle.apply(&[address::delete(link::LOOPBACK, host(*address))]) {
+            Err(error) if !error.is_missing() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    async fn observe(&mut self) -> Result<BTreeMap<Ipv4Addr, ()>, NetlinkError> {
+        Ok(self
+            .handle
+            .addresses_of(link::LOOPBACK)?
+            .into_iter()
+            .filter(|address| address.scope == address::Scope::Link)
+            .filter_map(|address| match address.net {
+                IpNet::V4(net) if net.prefix_len() == 32 => Some((net.addr(), ())),
+                _ => None,
+            })
+            .collect())
+    }
+}

@@ -1,0 +1,154 @@
+//! Lease records, one file each, so that a write costs the same with one pod as with 250.
+
+use super::{SetAside, StateDir, StateError, make_dir, set_aside};
+use cistern_core::ipam::lease::{Change, Record, RecordKey};
+use sha2::{Digest, Sha256};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+/// The directory of lease records.
+#[derive(Debug, Clone)]
+pub struct LeaseFiles {
+    directory: PathBuf,
+}
+
+impl LeaseFiles {
+    /// Opens `leases` below the state directory.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn open(state: &StateDir) -> Result<Self, StateError> {
+        let directory = state.root().join("leases");
+        make_dir(&directory)?;
+        Ok(Self { directory })
+    }
+
+    /// Every record, and the files that could not be read and were set aside. Half-written files of a killed process
+    /// were never in force and are removed.
+    ///
+    /// # Errors
+    /// When the directory cannot be read: then nothing is known, and nothing may be handed out.
+    pub fn read(&self) -> Result<(Vec<Record>, Vec<SetAside>), StateError> {
+        let io = |action: &'static str, path: &Path| {
+            let path = path.to_owned();
+            move |source| StateError::Io { action, path, source }
+        };
+        let (mut records, mut aside) = (Vec::new(), Vec::new());
+        let mut paths = Vec::new();
+        for entry in std::fs::read_dir(&self.directory).map_err(io("read", &self.directory))? {
+            paths.push(entry.map_err(io("read", &self.directory))?.path());
+        }
+        paths.sort();
+        for path in paths {
+            match path.extension().and_then(|extension| extension.to_str()) {
+                Some("json") => {}
+                Some("new") => {
+                    std::fs::remove_file(&path).map_err(io("remove", &path))?;
+                    continue;
+                }
+                _ => continue,
+            }
+            let text = match std::fs::read_to_string(&path) {
+                Ok(text) => text,
+                Err(error) if error.kind() == ErrorKind::InvalidData => {
+                    aside.push(set_aside(&path, error.to_string())?);
+                    continue;
+                }
+                Err(error) => return Err(io("read", &path)(error)),
+            };
+            match Record::from_json(&text) {
+                Ok(record) => records.push(record),
+                Err(error) => aside.push(set_aside(&path, error.to_string())?),
+            }
+        }
+        Ok((records, aside))
+    }
+
+    /// Applies changes in their order.
+    ///
+    /// # Errors
+    /// The first that failed, with the number of those that are written.
+    pub fn write(&self, changes: &[Change]) -> Result<(), (usize, StateError)> {
+        for (written, change) in changes.iter().enumerate() {
+            self.write_one(change).map_err(|error| (written, error))?;
+        }
+        Ok(())
+    }
+
+    fn write_one(&self, change: &Change) -> Result<(), StateError> {
+        match change {
+            Change::Put(record) => {
+                let path = self.path(&record.key());
+                let temporary = path.with_extension("new");
+                let text = record.to_json().map_err(|error| StateError::Io {
+                    action: "encode",
+                    path: path.clone(),
+                    source: std::io::Error::other(error),
+                })?;
+                std::fs::write(&temporary, text).map_err(|source| StateError::Io {
+                    action: "write",
+                    path: temporary.clone(),
+                    source,
+                })?;
+                std::fs::rename(&temporary, &path).map_err(|source| StateError::Io { action: "rename", path, source })
+            }
+            Change::Remove(key) => {
+                let path = self.path(key);
+                match std::fs::remove_file(&path) {
+                    Err(source) if source.kind() != ErrorKind::NotFound => {
+                        Err(StateError::Io { action: "remove", path, source })
+                    }
+                    _ => Ok(()),
+                }
+            }
+        }
+    }
+
+    /// Keys hold what others chose (container IDs), so the name is a hash of them, behind the kind for people.
+    fn path(&self, key: &RecordKey) -> PathBuf {
+        let text = key.to_string();
+        let kind = text.split(' ').next().unwrap_or("record");
+        let hash = Sha256::digest(text.as_bytes());
+        let hex: String = hash.iter().take(12).map(|byte| format!("{byte:02x}")).collect();
+        self.directory.join(format!("{kind}-{hex}.json"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cistern_core::ipam::lease::{Attachment, Tombstone};
+
+    fn tombstone(id: &str) -> Record {
+        Record::Tombstone(Tombstone {
+            attachment: Attachment { container_id: id.into(), ifname: "eth0".into() },
+            since: "2026-01-01T00:00:00Z".parse().unwrap(),
+            until: "2026-01-01T00:01:00Z".parse().unwrap(),
+        })
+    }
+
+    #[test]
+    fn records_survive_and_removed_ones_do_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = LeaseFiles::open(&StateDir::open(dir.path()).unwrap()).unwrap();
+        let (a, b) = (tombstone("a"), tombstone("../../b"));
+        files.write(&[Change::Put(a.clone()), Change::Put(b.clone())]).unwrap();
+        files.write(&[Change::Remove(a.key()), Change::Remove(a.key())]).unwrap();
+        assert_eq!(files.read().unwrap(), (vec![b], vec![]));
+    }
+
+    #[test]
+    fn a_damaged_record_is_set_aside_and_the_others_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = LeaseFiles::open(&StateDir::open(dir.path()).unwrap()).unwrap();
+        files.write(&[Change::Put(tombstone("a")), Change::Put(tombstone("b"))]).unwrap();
+        let broken = files.path(&tombstone("a").key());
+        std::fs::write(&broken, "{\"format\": 99}").unwrap();
+        std::fs::write(broken.with_extension("new"), "{\"for").unwrap();
+        let (records, aside) = files.read().unwrap();
+        assert_eq!(records, [tombstone("b")]);
+        assert_eq!(aside.len(), 1);
+        assert!(aside[0].reason.contains("99"), "{}", aside[0].reason);
+        assert!(aside[0].kept_as.exists() && !broken.exists() && !broken.with_extension("new").exists());
+    }
+}

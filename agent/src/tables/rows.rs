@@ -1,0 +1,203 @@
+//! The rows of the tables that are observed: API objects, links, addresses and routes in our own types.
+
+use ipnet::{IpNet, Ipv4Net};
+use jiff::Timestamp;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+/// An address of a node with its type, as Node and CiliumNode list it.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct NodeAddress {
+    /// `InternalIP`, `ExternalIP`, `CiliumInternalIP` or whatever else the object says.
+    pub kind: String,
+    /// The address.
+    pub ip: IpAddr,
+}
+
+/// A Node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct NodeRow {
+    /// `metadata.uid`
+    pub uid: String,
+    /// `status.addresses` that are IP addresses.
+    pub addresses: Vec<NodeAddress>,
+}
+
+/// A CiliumNode. Fields that others may fill with anything stay text; whoever uses them parses them and reports.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct CiliumNodeRow {
+    /// `metadata.uid`
+    pub uid: String,
+    /// `metadata.resourceVersion`, the precondition of a write.
+    pub resource_version: String,
+    /// `metadata.creationTimestamp`
+    pub created: Option<Timestamp>,
+    /// `metadata.deletionTimestamp` is set.
+    pub deleting: bool,
+    /// Name and UID of the Node among `metadata.ownerReferences`.
+    pub owner: Option<(String, String)>,
+    /// `spec.addresses` that are IP addresses.
+    pub addresses: Vec<NodeAddress>,
+    /// `spec.ipam.podCIDRs`
+    pub pod_cidrs: Vec<String>,
+    /// `status.ipam.operator-status.error`, absent when empty.
+    pub operator_error: Option<String>,
+}
+
+impl CiliumNodeRow {
+    /// The first address of a kind, IPv4 only.
+    #[must_use]
+    pub fn ipv4(&self, kind: &str) -> Option<std::net::Ipv4Addr> {
+        self.addresses.iter().filter(|address| address.kind == kind).find_map(|address| match address.ip {
+            IpAddr::V4(ip) => Some(ip),
+            IpAddr::V6(_) => None,
+        })
+    }
+}
+
+/// A network device of the node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LinkRow {
+    /// Its name now.
+    pub name: String,
+    /// `IFF_UP`
+    pub up: bool,
+    /// `IFF_LOOPBACK`
+    pub loopback: bool,
+    /// Kind as `ip -d link` prints it: `veth`, `bridge`, `bond`; empty for hardware.
+    pub kind: String,
+    /// Index of the bridge or bond that owns it.
+    pub master: Option<u32>,
+    /// In bytes.
+    pub mtu: u32,
+    /// Hardware address; empty where there is none.
+    pub mac: Vec<u8>,
+    /// Addresses in the order of the kernel: primary before secondary.
+    pub addresses: Vec<IpNet>,
+}
+
+/// A route of the main table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct RouteRow {
+    /// Where to.
+    pub destination: Ipv4Net,
+    /// Device; none for an unreachable route.
+    pub ifindex: Option<u32>,
+    /// Next hop.
+    pub gateway: Option<std::net::Ipv4Addr>,
+    /// Source address that the route prefers.
+    pub source: Option<std::net::Ipv4Addr>,
+}
+
+/// What the node's network looks like: devices by index, and the unicast routes of the main table.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct NetworkRow {
+    /// Devices by index.
+    pub links: BTreeMap<u32, LinkRow>,
+    /// Unicast IPv4 routes.
+    pub routes: Vec<RouteRow>,
+}
+
+/// Something that the process waits for (`architecture` decision 11).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Wait {
+    /// What is waited for, and who must provide it.
+    pub reason: String,
+    /// Since when.
+    pub since: Timestamp,
+    /// When it is tried again by itself; absent when an event is awaited.
+    pub next_try: Option<Timestamp>,
+}
+
+/// A node of the cluster with all that routing and masquerading need of it. Kept on disk, so that a restart while the
+/// API is down serves from it.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, serde::Deserialize)]
+pub struct PeerRow {
+    /// `InternalIP` addresses, in the object's order.
+    pub internal_ips: Vec<std::net::Ipv4Addr>,
+    /// The router address the node says it has (`CiliumInternalIP`).
+    pub router: Option<std::net::Ipv4Addr>,
+    /// Pod CIDRs that could be read; host bits are cut.
+    pub pod_cidrs: Vec<Ipv4Net>,
+}
+
+/// What this node's pods get addresses from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, serde::Deserialize)]
+pub struct PoolRow {
+    /// The pod CIDR.
+    pub pod_cidr: Ipv4Net,
+    /// Why no new address may be given from it, with the fix. Pods that have one keep it.
+    pub blocked: Option<String>,
+}
+
+/// What this agent wants its CiliumNode to say. It writes nothing else there.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct OwnCiliumNode {
+    /// `spec.addresses`
+    pub addresses: Vec<NodeAddress>,
+    /// Name and UID of the Node that owns the object.
+    pub owner: Option<(String, String)>,
+    /// Blocks in use, written only when the object has to be made anew: a claim (`ipam` decision 11).
+    pub claim: Vec<Ipv4Net>,
+}
+
+/// A route that this agent wants in the main table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub enum RouteTarget {
+    /// By the other node's address, on the device that reaches it directly.
+    Via {
+        /// Address of the other node.
+        gateway: std::net::Ipv4Addr,
+        /// Device.
+        ifindex: u32,
+    },
+    /// Addresses of the own pod CIDR that no pod holds: answered at once instead of sent to the default route.
+    Unreachable,
+}
+
+/// What the operator wants a CiliumNode to say.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct CiliumNodeIpam {
+    /// The object this is meant for; one of the same name that was made since is another one.
+    pub uid: String,
+    /// `spec.ipam.podCIDRs`
+    pub pod_cidrs: Vec<String>,
+    /// `status.ipam.operator-status.error`; none clears it.
+    pub error: Option<String>,
+}
+
+/// An egress device and why it was chosen.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ChosenDevice {
+    /// Name.
+    pub name: String,
+    /// Address that pods leave under.
+    pub address: Option<std::net::Ipv4Addr>,
+    /// Why this device.
+    pub reason: String,
+}
+
+/// How pod traffic that leaves the cluster is treated, for people.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct MasqueradeRow {
+    /// By index.
+    pub devices: BTreeMap<u32, ChosenDevice>,
+    /// Why this node cannot masquerade; none when it can.
+    pub not_ready: Option<String>,
+    /// Where the ip-masq-agent list comes from.
+    pub ip_masq_source: String,
+    /// Warnings and the error of the last reading of the file.
+    pub problems: Vec<String>,
+}
+
+/// What a file holds that somebody else writes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum FileContent {
+    /// There is no such file.
+    Absent,
+    /// The bytes of the file.
+    Bytes(Vec<u8>),
+    /// The file is there and cannot be read.
+    Unreadable(String),
+}

@@ -1,0 +1,113 @@
+//! Faults: what a client meets on bad days, drawn from a seed or asked for one by one.
+//!
+//! Drawn faults come at a rate, so that every script runs on bad days unless it says otherwise. Asked-for faults hit the
+//! next calls that match, for cases that need an exact one.
+
+use std::time::Duration;
+
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+use super::calls::{Call, Verb};
+
+/// How long the server works on a request before it gives up on it, as kube-apiserver does by default.
+pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// One fault, as a client sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Answered with this HTTP status (409, 429 with `Retry-After: 1`, 500, 503 or 504); nothing is done.
+    Refused(u16),
+    /// No answer for a minute, then 504. Nothing was done.
+    TimeoutBefore,
+    /// No answer for a minute, then 504. **The write took effect.**
+    TimeoutAfter,
+    /// The connection breaks before anything was done.
+    ResetBefore,
+    /// The connection breaks instead of an answer. **The write took effect.**
+    ResetAfter,
+    /// A watch is told at once that its version is too old (410).
+    WatchExpired,
+    /// A watch ends without a word after this many events.
+    WatchCut(usize),
+    /// A watch gets its events this much late.
+    WatchDelayed(Duration),
+}
+
+/// Which calls an asked-for fault hits; an empty field matches everything.
+#[derive(Clone, Debug, Default)]
+pub struct CallMatch {
+    /// Who calls.
+    pub client: Option<String>,
+    /// What is asked.
+    pub verb: Option<Verb>,
+    /// Plural name of the resource.
+    pub resource: Option<String>,
+    /// `status`, or empty text for the object itself.
+    pub subresource: Option<String>,
+    /// The object's name.
+    pub name: Option<String>,
+}
+
+impl CallMatch {
+    /// Whether a call is meant.
+    pub fn matches(&self, call: &Call) -> bool {
+        let Self { client, verb, resource, subresource, name } = self;
+        verb.is_none_or(|verb| verb == call.verb)
+            && [
+                (client, &call.client),
+                (resource, &call.resource),
+                (subresource, &call.subresource),
+                (name, &call.name),
+            ]
+            .iter()
+            .all(|(wanted, found)| wanted.as_ref().is_none_or(|wanted| wanted == *found))
+    }
+}
+
+/// The source of faults. Equal seeds and equal calls give equal faults.
+pub(super) struct Faults {
+    percent: u8,
+    random: SmallRng,
+    asked: Vec<(CallMatch, Fault, usize)>,
+}
+
+impl Faults {
+    /// No faults until a rate is set.
+    pub(super) fn new(seed: u64) -> Self {
+        Self { percent: 0, random: SmallRng::seed_from_u64(seed), asked: Vec::new() }
+    }
+
+    pub(super) fn set_percent(&mut self, percent: u8) {
+        self.percent = percent.min(100);
+    }
+
+    pub(super) fn ask(&mut self, calls: CallMatch, fault: Fault, times: usize) {
+        self.asked.push((calls, fault, times));
+    }
+
+    /// The fault that meets this call.
+    pub(super) fn draw(&mut self, call: &Call) -> Option<Fault> {
+        if let Some((_, fault, times)) = self.asked.iter_mut().find(|(calls, _, _)| calls.matches(call)) {
+            let fault = *fault;
+            *times = times.saturating_sub(1);
+            self.asked.retain(|(_, _, times)| *times > 0);
+            return Some(fault);
+        }
+        if self.random.random_range(0..100_u8) >= self.percent {
+            return None;
+        }
+        let dice = self.random.random_range(0..6_u8);
+        Some(match (call.verb, dice) {
+            (Verb::Watch, 0) => Fault::WatchExpired,
+            (Verb::Watch, 1 | 2) => Fault::WatchCut(self.random.random_range(0..6)),
+            (Verb::Watch, 3) => Fault::WatchDelayed(Duration::from_millis(self.random.random_range(100..4_000))),
+            (_, 0) => Fault::Refused(500),
+            (_, 1) => Fault::Refused(429),
+            (_, 2) => Fault::TimeoutBefore,
+            (_, 3) => Fault::TimeoutAfter,
+            (_, 4) => Fault::ResetBefore,
+            _ => Fault::ResetAfter,
+        })
+    }
+}

@@ -1,0 +1,800 @@
+//! A small Kubernetes API server, for tests and for the demo.
+//!
+//! ```text
+//!  kube::Client ── tower service ─┐                                     ┌─ store    objects, revisions, history
+//!                                 ├─ links, faults, record ─ request ─ state ─ fields   managedFields, apply
+//!  kubectl, agents ── HTTP ───────┘                             │       └─ schema   merging, pruning, checks
+//!                                                    watch ◄────┘
+//! ```
+//!
+//! `state` is a plain synchronous machine under one lock; everything that is asynchronous (waiting, watches, HTTP) is
+//! around it. Time is tokio's, so that with a paused clock ages, time-outs and bookmarks are exact and cost nothing.
+//!
+//! # What a green run does not prove
+//!
+//! It is modelled on kube-apiserver's documented behaviour and has been held against `kubectl`, not against etcd. A new
+//! fact that is modelled here needs one test against the real server. Not here, and so not proven by it:
+//!
+//! * **Rights.** Everybody may do everything. The record of calls ([`ApiServer::calls`]) is there to be compared with RBAC
+//!   rules; that the rules work is for a real cluster to show. There is no authentication and no TLS.
+//! * **Schema rules** beyond type, `required`, `enum`, and bounds: `pattern`, `format`, `oneOf`, CEL, defaults of
+//!   custom resources. Built-in kinds are checked for types only, and get no defaults (no cluster IPs, no node ports).
+//! * **Controllers.** No kubelet, scheduler, node lifecycle or endpoint controller acts. Dependents are collected at once,
+//!   within the write that orphaned them; a real cluster takes seconds. Foreground deletion is treated as background.
+//!   A Namespace goes with all its content at once, finalizers of the content unheeded.
+//! * **Consistency between servers.** There is one; a list from a watch cache that lags behind is only modelled as late
+//!   watch events. Real latency, real throttling by priority and fairness, and sizes (1.5 MB per object) are not.
+//! * **Webhooks and conversion** between versions of a custom resource: only `apiVersion` differs.
+//! * **`managedFields` sent by clients** are ignored; the lists' `.` markers for maps are not kept.
+
+mod builtin;
+mod calls;
+mod clock;
+mod definition;
+mod discovery;
+mod error;
+mod faults;
+mod fields;
+mod manifest;
+mod metadata;
+mod patch;
+mod request;
+mod resource;
+mod schema;
+mod selector;
+mod serve;
+mod state;
+mod store;
+pub(crate) mod table;
+mod tree;
+mod watch;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use axum::body::Body;
+use bytes::Bytes;
+use http::request::Parts;
+use http::{Response, header};
+use http_body_util::{BodyExt as _, Limited};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tokio::time::sleep;
+
+pub use calls::{Call, Verb};
+pub use clock::Clock;
+pub use error::ApiError;
+pub use faults::{CallMatch, Fault};
+pub use manifest::{ManifestError, parse_manifest};
+pub use serve::{kubeconfig, serve};
+
+use error::ApiResult;
+use faults::{Faults, REQUEST_TIMEOUT};
+use patch::PatchKind;
+use request::{Parameters, Request};
+use resource::Resource;
+use selector::Selector;
+use state::{DeleteOptions, Deleted, Place, State, WriteOptions};
+use store::Key;
+use watch::Watch;
+
+/// The largest body that is read, in bytes; kube-apiserver's limit.
+const BODY_LIMIT: usize = 3 * 1024 * 1024;
+
+/// How many changes are kept for watches to catch up on.
+const KEPT_CHANGES: usize = 20_000;
+
+/// The field manager of writes that a test makes itself.
+const TEST_MANAGER: &str = "kubectl";
+
+/// How a server starts.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Source of UIDs, generated names and drawn faults: equal seeds and equal calls give equal runs.
+    pub seed: u64,
+    /// What the server's clock shows at the start.
+    pub epoch: Timestamp,
+}
+
+impl Default for Options {
+    /// Seed 1, at noon of the first day of 2026.
+    fn default() -> Self {
+        let epoch = Timestamp::from_second(1_767_268_800).unwrap_or(Timestamp::UNIX_EPOCH);
+        Self { seed: 1, epoch }
+    }
+}
+
+/// The way between a client and the server.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Link {
+    /// Calls arrive.
+    #[default]
+    Up,
+    /// Connections are refused, open ones break.
+    Refused,
+    /// Packets are lost: calls wait until the link is up again, and watches bring nothing.
+    Silent,
+}
+
+/// Who calls: a name for the record, and for clients in this process which one of that name it is.
+#[derive(Clone, Debug)]
+struct Caller {
+    name: String,
+    id: Option<u64>,
+}
+
+/// All ways to the server, and which life of it this is.
+#[derive(Clone, Debug, Default)]
+struct Links {
+    all: Link,
+    clients: BTreeMap<String, Link>,
+    /// Clients whose process is dead, by their number.
+    dead: BTreeSet<u64>,
+    /// Counts the restarts; open watches end with the life that they began in.
+    life: u64,
+}
+
+impl Links {
+    fn of(&self, caller: &Caller) -> Link {
+        match self.all {
+            _ if caller.id.is_some_and(|id| self.dead.contains(&id)) => Link::Refused,
+            Link::Up => self.clients.get(&caller.name).copied().unwrap_or_default(),
+            all => all,
+        }
+    }
+}
+
+struct Shared {
+    state: Mutex<State>,
+    faults: Mutex<Faults>,
+    calls: Mutex<Vec<Call>>,
+    /// The store's revision, for watches to wait on.
+    revision: tokio::sync::watch::Sender<u64>,
+    links: tokio::sync::watch::Sender<Links>,
+    clock: Clock,
+    /// The number of the next client in this process.
+    next_client: AtomicU64,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_faults(&self) -> MutexGuard<'_, Faults> {
+        self.faults.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_calls(&self) -> MutexGuard<'_, Vec<Call>> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The life of a process that holds a client.
+pub struct Lifeline {
+    shared: Arc<Shared>,
+    id: u64,
+}
+
+impl Lifeline {
+    /// Kills the process, as far as the server can tell: no call of its client arrives any more, its watches break.
+    pub fn cut(self) {
+        self.shared.links.send_modify(|links| {
+            links.dead.insert(self.id);
+        });
+    }
+}
+
+/// The whole of a server's state at one moment, to go back to: what an etcd snapshot is to a real cluster.
+#[derive(Clone)]
+pub struct Snapshot(State);
+
+/// A running API server. Clones are handles to the same one.
+#[derive(Clone)]
+pub struct ApiServer {
+    shared: Arc<Shared>,
+}
+
+/// An answer before it becomes HTTP.
+enum Answer {
+    Json(u16, Value),
+    Events(Box<Watch>),
+}
+
+impl ApiServer {
+    /// A server that holds nothing but the namespaces that every cluster has. Faults are off.
+    pub fn new(options: Options) -> Self {
+        let clock = Clock::starting_at(options.epoch);
+        let state = State::new(clock, options.seed, KEPT_CHANGES);
+        let shared = Shared {
+            revision: tokio::sync::watch::Sender::new(state.store.revision()),
+            state: Mutex::new(state),
+            // Faults draw from a stream of their own, so that switching them on changes no UID.
+            faults: Mutex::new(Faults::new(options.seed ^ 0x5eed_fa17)),
+            calls: Mutex::new(Vec::new()),
+            links: tokio::sync::watch::Sender::new(Links::default()),
+            clock,
+            next_client: AtomicU64::new(0),
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// A client in this process. `name` is how the record of calls, faults and links know it.
+    ///
+    /// Needs a tokio runtime around it. No network is involved, so that it works under a paused clock.
+    pub fn client_as(&self, name: &str) -> kube::Client {
+        self.mortal_client_as(name).0
+    }
+
+    /// A client like that of [`Self::client_as`], and the means to kill whoever holds it.
+    pub fn mortal_client_as(&self, name: &str) -> (kube::Client, Lifeline) {
+        let id = self.shared.next_client.fetch_add(1, Ordering::Relaxed);
+        let (server, caller) = (self.clone(), Caller { name: name.to_owned(), id: Some(id) });
+        let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
+            let (server, caller) = (server.clone(), caller.clone());
+            async move {
+                let (parts, body) = request.into_parts();
+                let body = read_body(body).await?;
+                server.answer(Some(caller), &parts, &body).await
+            }
+        });
+        (kube::Client::new(service, "default"), Lifeline { shared: Arc::clone(&self.shared), id })
+    }
+
+    /// The server's clock.
+    pub fn clock(&self) -> Clock {
+        self.shared.clock
+    }
+
+    /// Lets this share of all calls, in percent, meet a fault drawn from the seed.
+    pub fn set_faults(&self, percent: u8) {
+        self.shared.lock_faults().set_percent(percent);
+    }
+
+    /// Lets the next `times` calls that match meet this fault.
+    pub fn ask_fault(&self, calls: CallMatch, fault: Fault, times: usize) {
+        self.shared.lock_faults().ask(calls, fault, times);
+    }
+
+    /// Sets the way to the server for every client.
+    pub fn set_link(&self, link: Link) {
+        self.shared.links.send_modify(|links| links.all = link);
+    }
+
+    /// Sets the way to the server for one client, by the name given to [`Self::client_as`].
+    pub fn set_client_link(&self, client: &str, link: Link) {
+        self.shared.links.send_modify(|links| {
+            links.clients.insert(client.to_owned(), link);
+        });
+    }
+
+    /// Every call to a resource so far, in the order of their answers.
+    pub fn calls(&self) -> Vec<Call> {
+        self.shared.lock_calls().clone()
+    }
+
+    /// Forgets the calls so far.
+    pub fn clear_calls(&self) {
+        self.shared.lock_calls().clear();
+    }
+
+    /// Forgets the history of changes: watches from before now are told 410.
+    pub fn compact(&self) {
+        self.shared.lock().store.compact();
+    }
+
+    /// The state as it is now.
+    pub fn snapshot(&self) -> Snapshot {
+        Snapshot(self.shared.lock().clone())
+    }
+
+    /// Goes back to an older state, as after the restore of an etcd backup: later writes are lost, the resource version
+    /// counts on from the older one, and every watch ends.
+    pub fn restore_from(&self, snapshot: &Snapshot) {
+        let mut state = self.shared.lock();
+        *state = snapshot.0.clone();
+        state.store.compact();
+        let revision = state.store.revision();
+        drop(state);
+        self.shared.links.send_modify(|links| links.life += 1);
+        self.shared.revision.send_replace(revision);
+    }
+
+    /// Creates an object together with its status; past links, faults and the record of calls.
+    ///
+    /// # Errors
+    /// What a client would be told.
+    pub fn create(&self, object: &Value) -> Result<Value, ApiError> {
+        self.write(object, |state, resource, place, options| {
+            let created = state.create(resource, place, object.clone(), options)?;
+            let Some(status) = object.get("status").filter(|_| resource.status_subresource) else { return Ok(created) };
+            let place = Place {
+                namespace: place.namespace.clone(),
+                name: tree::text(&created, "/metadata/name").to_owned(),
+                subresource: "status".to_owned(),
+            };
+            state.patch(resource, &place, PatchKind::Merge, &json!({"status": status}), options)
+        })
+    }
+
+    /// Applies an object, status included, taking its fields from whoever owns them; past links, faults and the record.
+    ///
+    /// # Errors
+    /// What a client would be told.
+    pub fn apply(&self, object: &Value) -> Result<Value, ApiError> {
+        self.write(object, |state, resource, place, options| {
+            let options = WriteOptions { force: true, ..options.clone() };
+            let place = Place { name: tree::text(object, "/metadata/name").to_owned(), ..place.clone() };
+            let applied = state.patch(resource, &place, PatchKind::Apply, object, &options)?;
+            if !resource.status_subresource || object.get("status").is_none() {
+                return Ok(applied);
+            }
+            let place = Place { subresource: "status".to_owned(), ..place };
+            state.patch(resource, &place, PatchKind::Apply, object, &options)
+        })
+    }
+
+    fn write(
+        &self,
+        object: &Value,
+        write: impl FnOnce(&mut State, &Resource, &Place, &WriteOptions) -> ApiResult<Arc<Value>>,
+    ) -> Result<Value, ApiError> {
+        let mut state = self.shared.lock();
+        let resource = state
+            .registry
+            .find_kind(tree::text(object, "/apiVersion"), tree::text(object, "/kind"))
+            .ok_or_else(ApiError::no_such_path)?;
+        let place = Place {
+            namespace: namespace_for(&resource, tree::text(object, "/metadata/namespace")),
+            name: String::new(),
+            subresource: String::new(),
+        };
+        let options = WriteOptions { manager: TEST_MANAGER.to_owned(), ..WriteOptions::default() };
+        let written = write(&mut state, &resource, &place, &options);
+        self.publish(state);
+        written.map(|object| resource.present(&object))
+    }
+
+    /// Changes an object by a merge patch; what it says of the status goes through that path. Past links, faults and the
+    /// record.
+    ///
+    /// # Errors
+    /// What a client would be told.
+    pub fn patch(&self, kind: &str, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiError> {
+        let mut state = self.shared.lock();
+        let resource = find_named(&state, kind)?;
+        let mut place =
+            Place { namespace: namespace_for(&resource, namespace), name: name.to_owned(), subresource: String::new() };
+        let options = WriteOptions { manager: TEST_MANAGER.to_owned(), ..WriteOptions::default() };
+        let mut patched = state.patch(&resource, &place, PatchKind::Merge, patch, &options);
+        if patched.is_ok() && resource.status_subresource && patch.get("status").is_some() {
+            place.subresource = "status".to_owned();
+            patched = state.patch(&resource, &place, PatchKind::Merge, patch, &options);
+        }
+        self.publish(state);
+        patched.map(drop)
+    }
+
+    /// Deletes an object; past links, faults and the record. `kind` is a name as `kubectl` takes it.
+    ///
+    /// # Errors
+    /// What a client would be told.
+    pub fn delete(&self, kind: &str, namespace: &str, name: &str) -> Result<(), ApiError> {
+        let mut state = self.shared.lock();
+        let resource = find_named(&state, kind)?;
+        let namespace = namespace_for(&resource, namespace);
+        let deleted = state.delete(&resource, &namespace, name, &DeleteOptions::default());
+        self.publish(state);
+        deleted.map(drop)
+    }
+
+    /// An object; past links, faults and the record. `kind` is a name as `kubectl` takes it: plural, singular or short,
+    /// with or without its group.
+    ///
+    /// # Errors
+    /// What a client would be told.
+    pub fn get(&self, kind: &str, namespace: &str, name: &str) -> Result<Value, ApiError> {
+        let state = self.shared.lock();
+        let resource = find_named(&state, kind)?;
+        let object = state.get(&resource, &namespace_for(&resource, namespace), name)?;
+        Ok(resource.present(&object))
+    }
+
+    /// All objects of a kind, ordered by namespace and name; past links, faults and the record.
+    ///
+    /// # Errors
+    /// 404 for a kind that is not served.
+    pub fn list(&self, kind: &str) -> Result<Vec<Value>, ApiError> {
+        let state = self.shared.lock();
+        let resource = find_named(&state, kind)?;
+        Ok(state.store.list(&resource.storage, None).map(|(_, object)| resource.present(object)).collect())
+    }
+
+    /// The versions of an object that are still known, oldest first; `None` where it was deleted.
+    ///
+    /// # Errors
+    /// 404 for a kind that is not served.
+    pub fn history(&self, kind: &str, namespace: &str, name: &str) -> Result<Vec<Option<Value>>, ApiError> {
+        let state = self.shared.lock();
+        let resource = find_named(&state, kind)?;
+        let key = State::key(&resource, &namespace_for(&resource, namespace), name);
+        let versions = state.store.history(&key);
+        Ok(versions.map(|version| version.map(|object| resource.present(object))).collect())
+    }
+
+    /// Tells the watches of what has been written under this lock.
+    fn publish(&self, state: MutexGuard<'_, State>) {
+        let revision = state.store.revision();
+        drop(state);
+        self.shared.revision.send_if_modified(|seen| std::mem::replace(seen, revision) != revision);
+    }
+
+    /// Answers one HTTP request. Without a `caller` the `User-Agent` names it.
+    ///
+    /// # Errors
+    /// A connection that was refused or that broke: there is no answer then.
+    async fn answer(&self, caller: Option<Caller>, parts: &Parts, body: &Bytes) -> io::Result<Response<Body>> {
+        let parsed = {
+            let state = self.shared.lock();
+            request::parse(&state.registry, parts)
+        };
+        let agent = parsed.as_ref().map(|request| request.user_agent.clone()).unwrap_or_default();
+        let caller = caller.unwrap_or(Caller { name: agent, id: None });
+        self.arrive(&caller).await?;
+        match parsed {
+            Ok(request) => self.answer_call(&caller, &request, body).await,
+            Err(error) => Ok(self.answer_other(parts, error)),
+        }
+    }
+
+    /// Waits until the way to the server is open.
+    async fn arrive(&self, caller: &Caller) -> io::Result<()> {
+        let mut links = self.shared.links.subscribe();
+        loop {
+            match links.borrow_and_update().of(caller) {
+                Link::Up => return Ok(()),
+                Link::Refused => return Err(io::ErrorKind::ConnectionRefused.into()),
+                Link::Silent => {}
+            }
+            links.changed().await.map_err(io::Error::other)?;
+        }
+    }
+
+    /// Discovery, health and what does not exist.
+    fn answer_other(&self, parts: &Parts, error: ApiError) -> Response<Body> {
+        let path = parts.uri.path();
+        if let "/healthz" | "/livez" | "/readyz" = path {
+            return respond(200, "text/plain", Body::from("ok"));
+        }
+        if path == "/openapi/v2" {
+            // An empty document of this protobuf type: kubectl finds no schemas in it and checks nothing itself.
+            return respond(200, "application/com.github.proto-openapi.spec.v2.v1.0+protobuf", Body::empty());
+        }
+        match discovery::answer(&self.shared.lock().registry, path) {
+            Some(answer) => respond_json(200, &answer),
+            None => respond_error(&error),
+        }
+    }
+
+    /// A call to a resource, with the fault that meets it, entered into the record.
+    async fn answer_call(&self, caller: &Caller, request: &Request, body: &Bytes) -> io::Result<Response<Body>> {
+        let Request { verb, resource, place, patch, query, .. } = request;
+        let manager = Some(query.text("fieldManager")).filter(|text| !text.is_empty());
+        // An apply must name its manager; other writes go by the client's name.
+        let manager = match patch {
+            Some(PatchKind::Apply) => manager.unwrap_or_default(),
+            _ => manager.unwrap_or(&caller.name),
+        };
+        let mut call = Call {
+            at: self.shared.clock.now(),
+            client: caller.name.clone(),
+            verb: *verb,
+            group: resource.group.clone(),
+            resource: resource.plural.clone(),
+            subresource: place.subresource.clone(),
+            namespace: place.namespace.clone(),
+            name: place.name.clone(),
+            manager: if verb.is_write() { manager.to_owned() } else { String::new() },
+            patch: calls::patch_name(*patch),
+            code: 0,
+            changed: false,
+        };
+        let fault = self.shared.lock_faults().draw(&call);
+        let before = match fault {
+            Some(Fault::Refused(code)) => Some(Ok(refusal(code, resource, &place.name))),
+            Some(Fault::TimeoutBefore) => {
+                sleep(REQUEST_TIMEOUT).await;
+                Some(Ok(ApiError::timeout()))
+            }
+            Some(Fault::ResetBefore) => Some(Err(io::ErrorKind::ConnectionReset)),
+            _ => None,
+        };
+        let outcome = match before {
+            Some(Err(broken)) => Err(broken),
+            Some(Ok(error)) => Ok(Err(error)),
+            None => {
+                let executed = self.execute(&mut call, request, body, manager, caller, fault);
+                match fault {
+                    Some(Fault::TimeoutAfter) => {
+                        sleep(REQUEST_TIMEOUT).await;
+                        Ok(Err(ApiError::timeout()))
+                    }
+                    Some(Fault::ResetAfter) => Err(io::ErrorKind::ConnectionReset),
+                    _ => Ok(executed),
+                }
+            }
+        };
+        call.code = match &outcome {
+            Err(_) => 0,
+            Ok(Err(error)) => error.code,
+            Ok(Ok(Answer::Json(code, _))) => *code,
+            Ok(Ok(Answer::Events(_))) => 200,
+        };
+        self.shared.lock_calls().push(call);
+        Ok(match outcome? {
+            Ok(Answer::Json(code, value)) => respond_json(code, &value),
+            Ok(Answer::Events(watch)) => respond(200, "application/json", Body::from_stream(watch.into_stream())),
+            Err(error) => respond_error(&error),
+        })
+    }
+
+    /// Does what a call asks for, all under one lock.
+    fn execute(
+        &self,
+        call: &mut Call,
+        request: &Request,
+        body: &Bytes,
+        manager: &str,
+        caller: &Caller,
+        fault: Option<Fault>,
+    ) -> ApiResult<Answer> {
+        let mut state = self.shared.lock();
+        let revision = state.store.revision();
+        let answer = self.execute_on(&mut state, request, body, manager, caller, fault);
+        call.changed = state.store.revision() != revision;
+        self.publish(state);
+        answer
+    }
+
+    fn execute_on(
+        &self,
+        state: &mut State,
+        request: &Request,
+        body: &Bytes,
+        manager: &str,
+        caller: &Caller,
+        fault: Option<Fault>,
+    ) -> ApiResult<Answer> {
+        let Request { verb, resource, place, patch, query, .. } = request;
+        let dry_run = match query.text("dryRun") {
+            "" => false,
+            "All" => true,
+            other => return Err(ApiError::bad_request(format!("dryRun: Unsupported value: \"{other}\""))),
+        };
+        let options = WriteOptions { manager: manager.to_owned(), force: query.flag("force"), dry_run };
+        let one = |code: u16, object: &Value| {
+            let shown = resource.present(object);
+            let shown = if request.as_table {
+                table::table(resource, &[shown], json!({}), self.shared.clock.now())
+            } else {
+                shown
+            };
+            Answer::Json(code, shown)
+        };
+        match verb {
+            Verb::Get => state.get(resource, &place.namespace, &place.name).map(|object| one(200, &object)),
+            Verb::List => self.execute_list(state, request),
+            Verb::Watch => Watch::open(Arc::clone(&self.shared), &state.store, caller, request, fault)
+                .map(|watch| Answer::Events(Box::new(watch))),
+            Verb::Create => {
+                let body = parse_body(body)?;
+                state.create(resource, place, body, &options).map(|object| one(201, &object))
+            }
+            Verb::Update => {
+                let body = parse_body(body)?;
+                let existed = state.get(resource, &place.namespace, &place.name).is_ok();
+                let written = state.update(resource, place, body, &options)?;
+                Ok(one(if existed { 200 } else { 201 }, &written))
+            }
+            Verb::Patch => {
+                let body = parse_body(body)?;
+                let existed = state.get(resource, &place.namespace, &place.name).is_ok();
+                let kind = patch.unwrap_or(PatchKind::Merge);
+                let written = state.patch(resource, place, kind, &body, &options)?;
+                Ok(one(if existed { 200 } else { 201 }, &written))
+            }
+            Verb::Delete => {
+                let options = delete_options(query, body, dry_run)?;
+                Ok(match state.delete(resource, &place.namespace, &place.name, &options)? {
+                    Deleted::Marked(object) => one(200, &object),
+                    Deleted::Gone(object) => Answer::Json(
+                        200,
+                        json!({
+                            "kind": "Status",
+                            "apiVersion": "v1",
+                            "metadata": {},
+                            "status": "Success",
+                            "details": {
+                                "name": place.name,
+                                "group": resource.group,
+                                "kind": resource.plural,
+                                "uid": object.pointer("/metadata/uid"),
+                            },
+                        }),
+                    ),
+                })
+            }
+            Verb::DeleteCollection => {
+                let options = delete_options(query, body, dry_run)?;
+                let selector = Selector::parse(resource, query.text("labelSelector"), query.text("fieldSelector"))?;
+                let namespace = request.in_namespace.then_some(place.namespace.as_str());
+                let chosen: Vec<Key> = state
+                    .store
+                    .list(&resource.storage, namespace)
+                    .filter(|(_, object)| selector.matches(object))
+                    .map(|(key, _)| key.clone())
+                    .collect();
+                for key in &chosen {
+                    state.delete(resource, &key.namespace, &key.name, &options)?;
+                }
+                Ok(Answer::Json(
+                    200,
+                    json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}),
+                ))
+            }
+        }
+    }
+
+    /// A list, whole or in pages. A continued page shows the state that the first one showed.
+    fn execute_list(&self, state: &State, request: &Request) -> ApiResult<Answer> {
+        let Request { resource, place, query, in_namespace, as_table, .. } = request;
+        let selector = Selector::parse(resource, query.text("labelSelector"), query.text("fieldSelector"))?;
+        let namespace = in_namespace.then_some(place.namespace.as_str());
+        let latest = state.store.revision();
+        let asked = query.number("resourceVersion")?.unwrap_or_default();
+        if asked > latest {
+            let mut error = ApiError::timeout();
+            error.message = format!("Too large resource version: {asked}, current: {latest}");
+            error.details = json!({
+                "causes": [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}],
+                "retryAfterSeconds": 1,
+            });
+            return Err(error);
+        }
+        let exact = query.text("resourceVersionMatch") == "Exact";
+        let (revision, after) = match query.text("continue") {
+            "" => (if exact { asked } else { latest }, None),
+            token => parse_continue(token, resource)?,
+        };
+        let limit = query.number("limit")?.filter(|limit| *limit > 0);
+        let limit = limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
+        let objects = state.store.list_at(&resource.storage, namespace, revision)?;
+        let mut rest = objects
+            .iter()
+            .filter(|(key, object)| after.as_ref().is_none_or(|after| *key > after) && selector.matches(object));
+        let page: Vec<(&Key, &Arc<Value>)> = rest.by_ref().take(limit).collect();
+        let left = rest.count();
+        let mut metadata = json!({"resourceVersion": revision.to_string()});
+        if let (Some((last, _)), true) = (page.last(), left > 0) {
+            let map = tree::as_map(&mut metadata);
+            map.insert("continue".to_owned(), json!(format!("{revision}:{}/{}", last.namespace, last.name)));
+            map.insert("remainingItemCount".to_owned(), json!(left));
+        }
+        let items: Vec<Value> = page.iter().map(|(_, object)| resource.present(object)).collect();
+        let answer = if *as_table {
+            table::table(resource, &items, metadata, self.shared.clock.now())
+        } else {
+            json!({
+                "kind": format!("{}List", resource.kind),
+                "apiVersion": resource.api_version(),
+                "metadata": metadata,
+                "items": items,
+            })
+        };
+        Ok(Answer::Json(200, answer))
+    }
+}
+
+/// The namespace in which an object of this resource lives when its manifest says `namespace`.
+fn namespace_for(resource: &Resource, namespace: &str) -> String {
+    match (resource.namespaced, namespace) {
+        (false, _) => String::new(),
+        (true, "") => "default".to_owned(),
+        (true, namespace) => namespace.to_owned(),
+    }
+}
+
+fn find_named(state: &State, name: &str) -> ApiResult<Arc<Resource>> {
+    let name = name.to_lowercase();
+    let matches = |resource: &&Arc<Resource>| {
+        resource.plural == name
+            || resource.singular == name
+            || resource.kind.to_lowercase() == name
+            || resource.short_names.contains(&name)
+            || resource.qualified() == name
+    };
+    state.registry.iter().find(matches).cloned().ok_or_else(ApiError::no_such_path)
+}
+
+fn parse_continue(token: &str, resource: &Resource) -> ApiResult<(u64, Option<Key>)> {
+    let parsed = token.split_once(':').and_then(|(revision, place)| {
+        let (namespace, name) = place.split_once('/')?;
+        Some((revision.parse().ok()?, Some(State::key(resource, namespace, name))))
+    });
+    parsed.ok_or_else(|| ApiError::bad_request("continue key is not valid"))
+}
+
+/// JSON, or for an apply also YAML.
+fn parse_body(body: &Bytes) -> ApiResult<Value> {
+    serde_json::from_slice(body).or_else(|error| {
+        let text = std::str::from_utf8(body).unwrap_or_default();
+        let yaml = serde_saphyr::from_str::<Value>(text).ok().filter(Value::is_object);
+        yaml.ok_or_else(|| ApiError::bad_request(format!("the body of the request is not valid JSON: {error}")))
+    })
+}
+
+/// Delete options come in the body, those of the query win.
+fn delete_options(query: &Parameters, body: &Bytes, dry_run: bool) -> ApiResult<DeleteOptions> {
+    let body = if body.is_empty() { Value::Null } else { parse_body(body)? };
+    let text = |pointer: &str| Some(tree::text(&body, pointer)).filter(|text| !text.is_empty()).map(str::to_owned);
+    let policy = text("/propagationPolicy").unwrap_or_else(|| query.text("propagationPolicy").to_owned());
+    let policy = if policy.is_empty() { "Background".to_owned() } else { policy };
+    if !["Background", "Foreground", "Orphan"].contains(&policy.as_str()) {
+        return Err(ApiError::bad_request(format!("propagationPolicy: Unsupported value: \"{policy}\"")));
+    }
+    Ok(DeleteOptions {
+        uid: text("/preconditions/uid"),
+        resource_version: text("/preconditions/resourceVersion"),
+        orphan: policy == "Orphan" || body.get("orphanDependents") == Some(&Value::Bool(true)),
+        dry_run: dry_run || !tree::list(&body, "/dryRun").is_empty(),
+    })
+}
+
+/// The refusal of an injected fault.
+fn refusal(code: u16, resource: &Resource, name: &str) -> ApiError {
+    match code {
+        404 => ApiError::not_found(resource, name),
+        409 => ApiError::conflict(
+            resource,
+            name,
+            "the object has been modified; please apply your changes to the latest version and try again",
+        ),
+        429 => ApiError::too_many_requests(1),
+        503 => ApiError::unavailable(),
+        504 => ApiError::timeout(),
+        _ => ApiError::internal("injected fault"),
+    }
+}
+
+fn respond(code: u16, content_type: &'static str, body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
+    *response.status_mut() = http::StatusCode::from_u16(code).unwrap_or(http::StatusCode::INTERNAL_SERVER_ERROR);
+    response.headers_mut().insert(header::CONTENT_TYPE, http::HeaderValue::from_static(content_type));
+    response
+}
+
+fn respond_json(code: u16, value: &Value) -> Response<Body> {
+    respond(code, "application/json", Body::from(value.to_string()))
+}
+
+fn respond_error(error: &ApiError) -> Response<Body> {
+    let mut response = respond_json(error.code, &error.to_status());
+    if let Some(seconds) = error.retry_after_seconds() {
+        response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+    }
+    response
+}
+
+/// Reads a body of at most [`BODY_LIMIT`] bytes.
+async fn read_body<B>(body: B) -> io::Result<Bytes>
+where
+    B: axum::body::HttpBody<Data = Bytes>,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    Limited::new(body, BODY_LIMIT).collect().await.map(http_body_util::Collected::to_bytes).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests;

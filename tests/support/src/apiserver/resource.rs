@@ -1,0 +1,147 @@
+//! One served resource: a kind at a version, its names, and the rules that differ between kinds.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::schema::Schema;
+
+/// Where objects of a resource are kept: all versions of one kind share a place.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Storage {
+    /// API group; empty for the core group.
+    pub(super) group: Arc<str>,
+    /// Plural name in lower case.
+    pub(super) plural: Arc<str>,
+}
+
+/// How the form of one version differs from the stored one.
+#[derive(Clone, Copy)]
+pub(super) struct Conversion {
+    /// From what a client sends to what is kept.
+    pub(super) to_stored: fn(&mut Value),
+    /// From what is kept to what a client of this version gets.
+    pub(super) from_stored: fn(&mut Value),
+}
+
+/// A column of `kubectl get`.
+#[derive(Clone)]
+pub(super) struct Column {
+    /// Heading.
+    pub(super) name: String,
+    /// OpenAPI type, for example `string` or `date`.
+    pub(super) kind: String,
+    /// 0 is always shown; more only with `-o wide`.
+    pub(super) priority: i64,
+    /// What is printed in it.
+    pub(super) cell: Cell,
+}
+
+/// The source of a printed cell.
+#[derive(Clone)]
+pub(super) enum Cell {
+    /// A JSONPath as CustomResourceDefinitions carry it, for example `.status.ipam.operator-status.error`.
+    Path(String),
+    /// Computed from the object; the second argument is the server's time.
+    Computed(fn(&Value, jiff::Timestamp) -> Value),
+}
+
+/// A kind at one version, as discovery lists it, with the rules of its registry.
+#[derive(Clone)]
+pub(super) struct Resource {
+    pub(super) group: String,
+    pub(super) version: String,
+    pub(super) kind: String,
+    pub(super) plural: String,
+    pub(super) singular: String,
+    pub(super) short_names: Vec<String>,
+    pub(super) categories: Vec<String>,
+    pub(super) namespaced: bool,
+    /// Whether `status` is written through its own path only.
+    pub(super) status_subresource: bool,
+    /// Whether a create may bring a status all the same, as kubelet's of its Node does.
+    pub(super) status_on_create: bool,
+    /// Whether `metadata.generation` counts changes of the wanted state; the older core kinds have none.
+    pub(super) generation: bool,
+    /// Whether an update may leave `metadata.resourceVersion` out.
+    pub(super) unconditional_update: bool,
+    /// Whether an update of an absent object creates it.
+    pub(super) create_on_update: bool,
+    /// Whether strategic merge patches are taken; custom resources refuse them.
+    pub(super) strategic_patch: bool,
+    /// The kind's fields as far as the server has to know them.
+    pub(super) schema: Arc<Schema>,
+    /// Decodes into the kind's type and back: drops unknown fields and reports wrong types.
+    pub(super) normalise: Option<fn(Value) -> Result<Value, serde_json::Error>>,
+    pub(super) conversion: Option<Conversion>,
+    pub(super) columns: Vec<Column>,
+    /// Places that field selectors may name beside `metadata.name` and `metadata.namespace`.
+    pub(super) selectable: Vec<String>,
+    /// Where this version's objects are kept.
+    pub(super) storage: Storage,
+}
+
+impl Resource {
+    /// `plural.group`, the form that messages use; just the plural for the core group.
+    pub(super) fn qualified(&self) -> String {
+        if self.group.is_empty() { self.plural.clone() } else { format!("{}.{}", self.plural, self.group) }
+    }
+
+    /// The `apiVersion` of objects of this version.
+    pub(super) fn api_version(&self) -> String {
+        if self.group.is_empty() { self.version.clone() } else { format!("{}/{}", self.group, self.version) }
+    }
+
+    /// A stored object in this version's form.
+    pub(super) fn present(&self, stored: &Value) -> Value {
+        let mut object = stored.clone();
+        if let Some(conversion) = self.conversion {
+            (conversion.from_stored)(&mut object);
+        }
+        let map = super::tree::as_map(&mut object);
+        map.insert("apiVersion".to_owned(), Value::String(self.api_version()));
+        map.insert("kind".to_owned(), Value::String(self.kind.clone()));
+        object
+    }
+}
+
+/// Every resource that is served now: the built-in ones and those that CustomResourceDefinitions have brought.
+#[derive(Clone, Default)]
+pub(super) struct Registry {
+    /// Keyed by (group, version, plural), so that discovery lists them in a fixed order.
+    resources: BTreeMap<(String, String, String), Arc<Resource>>,
+}
+
+impl Registry {
+    /// Adds a resource, or puts it in the place of one with the same names.
+    pub(super) fn insert(&mut self, resource: Resource) {
+        let key = (resource.group.clone(), resource.version.clone(), resource.plural.clone());
+        self.resources.insert(key, Arc::new(resource));
+    }
+
+    /// Forgets every version of a custom resource.
+    pub(super) fn remove(&mut self, group: &str, plural: &str) {
+        self.resources.retain(|key, _| key.0 != group || key.2 != plural);
+    }
+
+    /// The resource at a path of the API.
+    pub(super) fn find(&self, group: &str, version: &str, plural: &str) -> Option<Arc<Resource>> {
+        self.resources.get(&(group.to_owned(), version.to_owned(), plural.to_owned())).cloned()
+    }
+
+    /// The resource of a kind, as owner references name it.
+    pub(super) fn find_kind(&self, api_version: &str, kind: &str) -> Option<Arc<Resource>> {
+        self.resources.values().find(|resource| resource.kind == kind && resource.api_version() == api_version).cloned()
+    }
+
+    /// Any version of what is kept at a place.
+    pub(super) fn at(&self, storage: &Storage) -> Option<Arc<Resource>> {
+        self.resources.values().find(|resource| resource.storage == *storage).cloned()
+    }
+
+    /// All, ordered by group, version and plural.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Arc<Resource>> {
+        self.resources.values()
+    }
+}

@@ -1,0 +1,236 @@
+//! A watch: the stream of events that follows a revision.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::stream::{self, Stream};
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep, sleep_until};
+
+use super::error::{ApiError, ApiResult};
+use super::faults::Fault;
+use super::request::Request;
+use super::resource::Resource;
+use super::selector::Selector;
+use super::store::{Change, Store};
+use super::tree;
+use super::{Caller, Link, Links, Shared, table};
+
+/// How often a watch that asked for them gets a bookmark.
+const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
+/// How long a watch lasts when the client does not say.
+const LIFETIME: Duration = Duration::from_secs(30 * 60);
+
+/// What a watch covers and where it stands.
+pub(super) struct Watch {
+    shared: Arc<Shared>,
+    caller: Caller,
+    resource: Arc<Resource>,
+    namespace: Option<String>,
+    selector: Selector,
+    /// Everything up to here has been sent.
+    revision: u64,
+    pending: VecDeque<Bytes>,
+    ended: bool,
+    bookmarks: bool,
+    next_bookmark: Instant,
+    deadline: Instant,
+    as_table: bool,
+    cut_after: Option<usize>,
+    delay: Option<Duration>,
+    /// The life of the server in which this watch began.
+    life: u64,
+}
+
+impl Watch {
+    /// Opens a watch. `store` is locked by the caller, so that nothing falls between the first state and the events.
+    pub(super) fn open(
+        shared: Arc<Shared>,
+        store: &Store,
+        caller: &Caller,
+        request: &Request,
+        fault: Option<Fault>,
+    ) -> ApiResult<Self> {
+        let Request { resource, query, place, in_namespace, as_table, .. } = request;
+        let selector = Selector::parse(resource, query.text("labelSelector"), query.text("fieldSelector"))?;
+        let asked = query.number("resourceVersion")?;
+        let initial = match query.text("sendInitialEvents") {
+            "" => asked.unwrap_or_default() == 0,
+            _ if query.text("resourceVersionMatch") != "NotOlderThan" => {
+                let text =
+                    "resourceVersionMatch: Forbidden: sendInitialEvents requires resourceVersionMatch NotOlderThan";
+                return Err(ApiError::bad_request(text));
+            }
+            flag => flag == "true",
+        };
+        let now = Instant::now();
+        let lifetime = query.number("timeoutSeconds")?.map_or(LIFETIME, Duration::from_secs);
+        let life = shared.links.borrow().life;
+        let mut watch = Self {
+            caller: caller.clone(),
+            resource: Arc::clone(resource),
+            namespace: in_namespace.then(|| place.namespace.clone()),
+            selector,
+            revision: store.revision(),
+            pending: VecDeque::new(),
+            ended: false,
+            bookmarks: query.flag("allowWatchBookmarks"),
+            next_bookmark: now + BOOKMARK_INTERVAL,
+            deadline: now + lifetime,
+            as_table: *as_table,
+            cut_after: None,
+            delay: None,
+            life,
+            shared,
+        };
+        match fault {
+            Some(Fault::WatchExpired) => watch.fail(&ApiError::expired(asked.unwrap_or_default(), store.revision())),
+            Some(Fault::WatchCut(events)) => watch.cut_after = Some(events),
+            Some(Fault::WatchDelayed(delay)) => watch.delay = Some(delay),
+            _ => {}
+        }
+        if initial {
+            let namespace = watch.namespace.clone();
+            for (_, object) in store.list(&resource.storage, namespace.as_deref()) {
+                if watch.selector.matches(object) {
+                    watch.push("ADDED", object);
+                }
+            }
+            if query.text("sendInitialEvents") == "true" && watch.bookmarks {
+                watch.push_bookmark(true);
+            }
+        } else if let Some(revision) = asked.filter(|revision| *revision > 0) {
+            watch.revision = revision;
+        }
+        Ok(watch)
+    }
+
+    /// The events as JSON, one a line. The stream ends with the watch's time; it breaks when the connection does.
+    pub(super) fn into_stream(self) -> impl Stream<Item = io::Result<Bytes>> + Send + 'static {
+        stream::unfold(self, |mut watch| async move { watch.next().await.map(|item| (item, watch)) })
+    }
+
+    async fn next(&mut self) -> Option<io::Result<Bytes>> {
+        let shared = Arc::clone(&self.shared);
+        let mut links = shared.links.subscribe();
+        let mut revisions = shared.revision.subscribe();
+        loop {
+            let link = self.link(&links.borrow_and_update());
+            match link {
+                None => return None,
+                Some(Link::Refused) => return Some(Err(io::ErrorKind::ConnectionReset.into())),
+                Some(Link::Up) => {
+                    if let Some(line) = self.pending.pop_front() {
+                        if let Some(delay) = self.delay {
+                            sleep(delay).await;
+                        }
+                        match self.cut_after.as_mut() {
+                            Some(0) => return None,
+                            Some(left) => *left -= 1,
+                            None => {}
+                        }
+                        return Some(Ok(line));
+                    }
+                    if self.ended || Instant::now() >= self.deadline {
+                        return None;
+                    }
+                    revisions.borrow_and_update();
+                    self.collect();
+                    if !self.pending.is_empty() {
+                        continue;
+                    }
+                    if self.bookmarks && Instant::now() >= self.next_bookmark {
+                        self.next_bookmark = Instant::now() + BOOKMARK_INTERVAL;
+                        self.push_bookmark(false);
+                        continue;
+                    }
+                }
+                Some(Link::Silent) => {}
+            }
+            let bookmark = if self.bookmarks { self.next_bookmark } else { self.deadline };
+            let up = link == Some(Link::Up);
+            tokio::select! {
+                changed = links.changed() => if changed.is_err() { return None },
+                changed = revisions.changed(), if up => if changed.is_err() { return None },
+                () = sleep_until(self.deadline.min(bookmark)), if up => {}
+            }
+        }
+    }
+
+    /// The state of the way to the client; `None` when the server that began this watch is no more.
+    fn link(&self, links: &Links) -> Option<Link> {
+        (links.life == self.life).then(|| links.of(&self.caller))
+    }
+
+    fn collect(&mut self) {
+        let shared = Arc::clone(&self.shared);
+        let state = shared.lock();
+        let changes: ApiResult<Vec<Change>> =
+            state.store.changes_after(self.revision).map(|changes| changes.cloned().collect());
+        let latest = state.store.revision();
+        drop(state);
+        match changes {
+            Err(expired) => self.fail(&expired),
+            Ok(changes) => {
+                for change in &changes {
+                    self.push_change(change);
+                }
+                self.revision = self.revision.max(latest);
+            }
+        }
+    }
+
+    fn push_change(&mut self, change: &Change) {
+        let covered = change.key.storage == self.resource.storage
+            && self.namespace.as_ref().is_none_or(|namespace| *namespace == change.key.namespace);
+        if !covered {
+            return;
+        }
+        let before = change.before.as_deref().filter(|object| self.selector.matches(object));
+        let after = !change.deleted && self.selector.matches(&change.after);
+        match (before, after) {
+            (None, false) => {}
+            (None, true) => self.push("ADDED", &change.after),
+            (Some(_), true) => self.push("MODIFIED", &change.after),
+            (Some(before), false) => {
+                // What has left the selection is shown as it was in it, under the version of the change.
+                let mut last = before.clone();
+                tree::copy_metadata(&mut last, &change.after, "resourceVersion");
+                self.push("DELETED", &last);
+            }
+        }
+    }
+
+    fn push(&mut self, kind: &str, object: &Value) {
+        let shown = self.resource.present(object);
+        let shown = if self.as_table {
+            table::table(&self.resource, &[shown], json!({}), self.shared.clock.now())
+        } else {
+            shown
+        };
+        self.line(&json!({"type": kind, "object": shown}));
+    }
+
+    fn push_bookmark(&mut self, initial_end: bool) {
+        let mut metadata = json!({"resourceVersion": self.revision.to_string()});
+        if initial_end {
+            tree::as_map(&mut metadata).insert("annotations".to_owned(), json!({"k8s.io/initial-events-end": "true"}));
+        }
+        let (kind, version) = (&self.resource.kind, self.resource.api_version());
+        let object = json!({"kind": kind, "apiVersion": version, "metadata": metadata});
+        self.line(&json!({"type": "BOOKMARK", "object": object}));
+    }
+
+    /// Tells the client and ends the watch.
+    fn fail(&mut self, error: &ApiError) {
+        self.line(&json!({"type": "ERROR", "object": error.to_status()}));
+        self.ended = true;
+    }
+
+    fn line(&mut self, event: &Value) {
+        self.pending.push_back(Bytes::from(format!("{event}\n")));
+    }
+}

@@ -1,0 +1,151 @@
+//! Time, faults, links and the record of calls.
+
+use std::time::Duration;
+
+use super::{Outcome, Printed, exactly, silent};
+use crate::apiserver::{Call, CallMatch, Fault, Link, Verb};
+use crate::script::world::World;
+
+pub(super) async fn sleep(arguments: &[&str]) -> Outcome {
+    let [text] = exactly(arguments, "sleep DURATION, for example 250ms, 15s, 10m or 2h")?;
+    tokio::time::sleep(duration(text)?).await;
+    Ok(silent())
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    let unit = text.trim_start_matches(|c: char| c.is_ascii_digit());
+    let number: u64 = text.trim_end_matches(unit).parse().map_err(|_| format!("{text}: expected a duration"))?;
+    match unit {
+        "ms" => Ok(Duration::from_millis(number)),
+        "s" => Ok(Duration::from_secs(number)),
+        "m" => Ok(Duration::from_secs(number * 60)),
+        "h" => Ok(Duration::from_secs(number * 3600)),
+        _ => Err(format!("{text}: expected the unit ms, s, m or h")),
+    }
+}
+
+pub(super) fn faults(world: &World, arguments: &[&str]) -> Outcome {
+    let [text] = exactly(arguments, "faults off|PERCENT")?;
+    let percent = if text == "off" { 0 } else { text.parse().map_err(|_| format!("{text}: expected a number"))? };
+    world.server.set_faults(percent);
+    Ok(silent())
+}
+
+pub(super) fn fault(world: &World, arguments: &[&str]) -> Outcome {
+    let usage = "fault TIMES FAULT [client=NAME] [verb=VERB] [resource=PLURAL[/status]] [name=NAME]";
+    let [times, fault, filters @ ..] = arguments else { return Err(format!("expected: {usage}")) };
+    let times = times.parse().map_err(|_| format!("{times}: expected how many times"))?;
+    let fault = match *fault {
+        "timeout-before" => Fault::TimeoutBefore,
+        "timeout-after" => Fault::TimeoutAfter,
+        "reset-before" => Fault::ResetBefore,
+        "reset-after" => Fault::ResetAfter,
+        "watch-expired" => Fault::WatchExpired,
+        "watch-cut" => Fault::WatchCut(0),
+        code => Fault::Refused(code.parse().map_err(|_| format!("{code}: no fault and no HTTP status"))?),
+    };
+    let (calls, words) = filter(filters)?;
+    if let Some(word) = words.first() {
+        return Err(format!("{word}: expected: {usage}"));
+    }
+    world.server.ask_fault(calls, fault, times);
+    Ok(silent())
+}
+
+/// Reads `key=value` filters; the words without `=` are left over.
+fn filter<'a>(arguments: &[&'a str]) -> Result<(CallMatch, Vec<&'a str>), String> {
+    let (mut calls, mut words) = (CallMatch::default(), Vec::new());
+    for argument in arguments {
+        let Some((key, value)) = argument.split_once('=') else {
+            words.push(*argument);
+            continue;
+        };
+        match key {
+            "client" => calls.client = Some(value.to_owned()),
+            "name" => calls.name = Some(value.to_owned()),
+            "resource" => {
+                let (resource, subresource) = value.split_once('/').unwrap_or((value, ""));
+                calls.resource = Some(resource.to_owned());
+                calls.subresource = Some(subresource.to_owned());
+            }
+            "verb" => {
+                let known = Verb::ALL.into_iter().find(|verb| verb.name() == value);
+                calls.verb = Some(known.ok_or_else(|| format!("{value}: not a verb of RBAC"))?);
+            }
+            other => return Err(format!("{other}: expected client, verb, resource or name")),
+        }
+    }
+    Ok((calls, words))
+}
+
+/// Calls that match filters and the words `changed` (it changed something) and `write` (it was meant to).
+fn matching(world: &World, arguments: &[&str]) -> Result<Vec<Call>, String> {
+    let (filter, words) = filter(arguments)?;
+    if let Some(word) = words.iter().find(|word| !["changed", "write"].contains(word)) {
+        return Err(format!("{word}: expected changed, write or a filter"));
+    }
+    let mut calls = world.server.calls();
+    calls.retain(|call| {
+        filter.matches(call)
+            && (!words.contains(&"changed") || call.changed)
+            && (!words.contains(&"write") || call.verb.is_write())
+    });
+    Ok(calls)
+}
+
+pub(super) fn calls(world: &World, arguments: &[&str]) -> Outcome {
+    let calls = matching(world, arguments)?;
+    Ok(Printed::Text(calls.iter().map(|call| format!("{call}\n")).collect()))
+}
+
+/// How many calls match must be the first argument, which may also be a bound: `<=3`.
+pub(super) fn count(world: &World, arguments: &[&str]) -> Outcome {
+    let Some((wanted, filters)) = arguments.split_first() else {
+        return Err("expected: api/count NUMBER|<=NUMBER [changed] [write] [FILTER…]".to_owned());
+    };
+    let calls = matching(world, filters)?;
+    let (bound, number) = match wanted.strip_prefix("<=") {
+        Some(number) => (true, number),
+        None => (false, *wanted),
+    };
+    let number: usize = number.parse().map_err(|_| format!("{wanted}: expected a number"))?;
+    if calls.len() == number || bound && calls.len() < number {
+        return Ok(silent());
+    }
+    let list: String = calls.iter().map(|call| format!("\n    {call}")).collect();
+    Err(format!("{} calls match, expected {wanted}{list}", calls.len()))
+}
+
+pub(super) fn forget(world: &World) -> Outcome {
+    world.server.clear_calls();
+    Ok(silent())
+}
+
+pub(super) fn compact(world: &World) -> Outcome {
+    world.server.compact();
+    Ok(silent())
+}
+
+pub(super) fn backup(world: &mut World) -> Outcome {
+    world.backup = Some(world.server.snapshot());
+    Ok(silent())
+}
+
+pub(super) fn restore(world: &World) -> Outcome {
+    let backup = world.backup.as_ref().ok_or("there is no backup: api/backup comes first")?;
+    world.server.restore_from(backup);
+    Ok(silent())
+}
+
+pub(super) fn link(world: &World, command: &str, arguments: &[&str]) -> Outcome {
+    let link = match command {
+        "api/down" => Link::Refused,
+        "api/silent" => Link::Silent,
+        _ => Link::Up,
+    };
+    match arguments {
+        [] => world.server.set_link(link),
+        clients => clients.iter().for_each(|client| world.server.set_client_link(client, link)),
+    }
+    Ok(silent())
+}

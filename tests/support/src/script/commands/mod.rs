@@ -1,0 +1,92 @@
+//! The commands, one file per subject.
+
+mod api;
+mod files;
+mod kubernetes;
+mod roles;
+
+use super::world::World;
+
+/// What a command leaves behind for `stdout` and its kin to look at.
+pub(super) enum Printed {
+    /// This text.
+    Text(String),
+    /// What the command before has printed: this one only looked at it.
+    Unchanged,
+}
+
+impl Printed {
+    pub(super) fn into_text(self) -> Option<String> {
+        match self {
+            Self::Text(text) => Some(text),
+            Self::Unchanged => None,
+        }
+    }
+}
+
+impl std::fmt::Display for Printed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Text(text) => f.write_str(text),
+            Self::Unchanged => Ok(()),
+        }
+    }
+}
+
+/// What it printed, or why it failed.
+pub(super) type Outcome = Result<Printed, String>;
+
+/// Prints nothing.
+pub(super) fn silent() -> Printed {
+    Printed::Text(String::new())
+}
+
+/// Runs one command.
+pub(super) async fn run(world: &mut World, words: &[String]) -> Outcome {
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let (command, arguments) = words.split_first().ok_or("expected a command")?;
+    match *command {
+        "sleep" => api::sleep(arguments).await,
+        "stdout" => files::stdout(world, arguments),
+        "stderr" => files::stderr(world, arguments),
+        "grep" => files::grep(world, arguments),
+        "cmp" => files::cmp(world, arguments),
+
+        "faults" => api::faults(world, arguments),
+        "fault" => api::fault(world, arguments),
+        "api/down" | "api/silent" | "api/up" => api::link(world, command, arguments),
+        "api/calls" => api::calls(world, arguments),
+        "api/count" => api::count(world, arguments),
+        "api/forget" => api::forget(world),
+        "api/compact" => api::compact(world),
+        "api/backup" => api::backup(world),
+        "api/restore" => api::restore(world),
+
+        "k8s/add" => kubernetes::add(world, arguments),
+        "k8s/apply" => kubernetes::apply(world, arguments),
+        "k8s/patch" => kubernetes::patch(world, arguments),
+        "k8s/delete" => kubernetes::delete(world, arguments),
+        "k8s/get" => kubernetes::get(world, arguments),
+        "k8s/list" => kubernetes::list(world, arguments),
+        "k8s/history" => kubernetes::history(world, arguments),
+        "node/add" => kubernetes::add_nodes(world, arguments),
+
+        "operator/start" => roles::start_operator(world, arguments),
+        "operator/stop" => roles::stop(world, "operator", arguments).await,
+        "operator/kill" => roles::kill(world, "operator", arguments).await,
+        other => Err(format!("there is no command {other}")),
+    }
+}
+
+/// Exactly these many arguments.
+fn exactly<'a, const N: usize>(arguments: &[&'a str], usage: &str) -> Result<[&'a str; N], String> {
+    arguments.try_into().map_err(|_| format!("expected: {usage}"))
+}
+
+/// Takes `-n NAMESPACE` out of the arguments.
+fn take_namespace<'a>(arguments: &[&'a str]) -> Result<(&'a str, Vec<&'a str>), String> {
+    let mut rest = arguments.to_vec();
+    let Some(at) = rest.iter().position(|argument| *argument == "-n") else { return Ok(("", rest)) };
+    rest.remove(at);
+    if at < rest.len() { Ok((rest.remove(at), rest)) } else { Err("expected a namespace after -n".to_owned()) }
+}

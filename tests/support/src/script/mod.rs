@@ -1,0 +1,156 @@
+//! Script tests: the real agent and operator against the small API server, on a virtual clock, told by a text file.
+//!
+//! ```text
+//!  case.txtar ─ archive ─┬─ script ─ line ──► run ──► commands ──► World: API server, operators, agents, files
+//!                        └─ files ───────────────────────────────►
+//! ```
+//!
+//! The language is described in `tests/script/README.md`. Each run has a runtime of its own with a paused clock: time
+//! passes only when everything waits, so that a lease of fifteen seconds costs nothing and no test depends on how fast
+//! the machine is. One call in ten meets a fault unless the script says otherwise.
+//!
+//! A run is *nearly* repeatable: equal seeds give equal UIDs and equal faults for equal calls, but the jitter of back-offs
+//! comes from the process's own source of randomness. A script that fails for one seed is wrong, or has found something.
+//!
+//! What a green run does not prove: see [`crate::apiserver`] for the API.
+
+mod archive;
+mod commands;
+mod line;
+mod world;
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use archive::Archive;
+use line::{Line, Mark};
+use world::World;
+
+/// Faults that scripts run with unless they say otherwise, in percent of all calls.
+const FAULT_PERCENT: u8 = 10;
+
+/// Virtual time between two tries of a paragraph, and for how long it is tried.
+const RETRY_EVERY: Duration = Duration::from_millis(250);
+const RETRY_FOR: Duration = Duration::from_secs(15 * 60);
+
+/// Overrides the seed of every script.
+const SEED: &str = "CISTERN_SCRIPT_SEED";
+
+/// How many of the last API calls a failure shows.
+const SHOWN_CALLS: usize = 40;
+
+/// A script that cannot be run, or that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct ScriptError(String);
+
+/// Runs the script in a file, once for each of its seeds.
+///
+/// The seeds follow from the file's name; a script whose comment has `# rounds: N` runs with N of them. The environment
+/// variable `CISTERN_SCRIPT_SEED` names one seed to run with instead.
+///
+/// # Errors
+/// What the first failing line said, with its number, the seed and the last calls to the API.
+pub fn run(path: &Path) -> Result<(), ScriptError> {
+    let error = |text: String| ScriptError(format!("{}: {text}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|cause| error(cause.to_string()))?;
+    let archive = Archive::parse(&text);
+    let lines = line::parse(&archive.comment).map_err(error)?;
+    let seeds = match std::env::var(SEED) {
+        Ok(seed) => vec![seed.parse().map_err(|_| error(format!("{SEED}={seed}: expected a number")))?],
+        Err(_) => {
+            let first = fnv1a(path.file_name().unwrap_or_default().as_encoded_bytes());
+            (0..line::rounds(&archive.comment).map_err(error)?).map(|round| first.wrapping_add(round)).collect()
+        }
+    };
+    for seed in seeds {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .start_paused(true)
+            .build()
+            .map_err(|cause| error(cause.to_string()))?;
+        runtime.block_on(run_lines(&archive, &lines, seed)).map_err(error)?;
+    }
+    Ok(())
+}
+
+async fn run_lines(archive: &Archive, lines: &[Line], seed: u64) -> Result<(), String> {
+    let mut world = World::new(archive, seed).map_err(|cause| cause.to_string())?;
+    world.server.set_faults(FAULT_PERCENT);
+    let outcome = match run_all(&mut world, lines).await {
+        Ok(()) => world.end().await,
+        Err(failure) => Err(failure),
+    };
+    outcome.map_err(|failure| {
+        let mut text = format!("{failure}\nseed {seed} ({SEED}={seed} repeats it); the last calls were\n");
+        let calls = world.server.calls();
+        for call in calls.iter().skip(calls.len().saturating_sub(SHOWN_CALLS)) {
+            // Writing to a String cannot fail.
+            let _ = writeln!(text, "    {call}");
+        }
+        text
+    })
+}
+
+async fn run_all(world: &mut World, lines: &[Line]) -> Result<(), String> {
+    let mut rest = lines;
+    while let Some(first) = rest.first() {
+        let length = rest.iter().take_while(|line| line.paragraph == first.paragraph).count();
+        let (paragraph, after) = rest.split_at(length);
+        run_paragraph(world, paragraph).await?;
+        rest = after;
+    }
+    Ok(())
+}
+
+/// Runs the lines between two gaps. A line with `*` that fails lets them all be run again a little later.
+async fn run_paragraph(world: &mut World, lines: &[Line]) -> Result<(), String> {
+    let until = Instant::now() + RETRY_FOR;
+    'again: loop {
+        for line in lines {
+            let outcome = run_line(world, line).await;
+            let Err(failure) = outcome else { continue };
+            if line.has(Mark::Retry) && Instant::now() < until {
+                sleep(RETRY_EVERY).await;
+                world.check_roles()?;
+                continue 'again;
+            }
+            return Err(format!("line {}: {}\n    {failure}", line.number, line.text));
+        }
+        return Ok(());
+    }
+}
+
+async fn run_line(world: &mut World, line: &Line) -> Result<(), String> {
+    let outcome = commands::run(world, &line.words).await;
+    let expected_failure = line.has(Mark::Fail);
+    // What `stdout` and its kin look at is what the last other command printed.
+    match outcome {
+        Ok(printed) if expected_failure => Err(format!("succeeded, though it must fail; it printed: {printed}")),
+        Ok(printed) => {
+            if let Some(printed) = printed.into_text() {
+                match &line.redirect {
+                    Some(file) => world.files.insert(file.clone(), printed.clone()),
+                    None => None,
+                };
+                world.stdout = printed;
+                world.stderr.clear();
+            }
+            Ok(())
+        }
+        Err(failure) if expected_failure => {
+            world.stdout.clear();
+            world.stderr = failure;
+            Ok(())
+        }
+        Err(failure) => Err(failure),
+    }
+}
+
+/// A number that follows from a text alone (FNV-1a).
+fn fnv1a(text: &[u8]) -> u64 {
+    text.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}

@@ -1,0 +1,43 @@
+//! Speed and size.
+
+use crate::build;
+use crate::process;
+use crate::workspace::{TESTS_PACKAGE, Workspace};
+use anyhow::{Result, bail};
+
+/// What `bench` can be told.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct Options {
+    /// Only the bench of this name: sizes, or a bench target of the tests package
+    name: Option<String>,
+}
+
+/// The bench that this module does itself.
+const SIZES: &str = "sizes";
+
+/// Builds optimised binaries, then runs the benches one after the other: two at a time would measure each other.
+pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    let metadata = workspace.metadata()?;
+    let mut names = vec![SIZES];
+    names.extend(metadata.targets(TESTS_PACKAGE, "bench"));
+    if let Some(name) = &options.name {
+        if !names.contains(&name.as_str()) {
+            bail!("there is no bench {name:?}; the benches are {}", names.join(", "));
+        }
+        names.retain(|known| known == name);
+    }
+    let artifacts = build::run(workspace, &build::Options { release: true })?;
+    for name in names {
+        println!("\n== {name} ==");
+        if name == SIZES {
+            artifacts.print_sizes()?;
+            continue;
+        }
+        // The bench itself need not be optimised: what it measures are the programs above, and the kernel's.
+        let mut command = workspace.cargo();
+        command.args(["bench", "--locked", "--profile", "dev", "--bench", name]);
+        command.env("CISTERN", &artifacts.cistern).env("CISTERN_CNI", &artifacts.cistern_cni);
+        process::run(&mut command)?;
+    }
+    Ok(())
+}

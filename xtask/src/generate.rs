@@ -1,0 +1,183 @@
+//! Files that are derived from code, and the proof that they are up to date.
+//!
+//! What is made is committed, so that a reader sees it and a review shows how it changes.
+
+mod maps;
+
+use crate::process;
+use crate::workspace::Workspace;
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Where text comes from, and where it goes.
+enum Generator {
+    /// A program of ours, run with a folder as its last argument, writes files that belong into `folder`.
+    Folder { program: &'static [&'static str], folder: &'static str },
+    /// A program of ours prints what `file` holds.
+    File { program: &'static [&'static str], file: &'static str },
+    /// A function gives what stands in `file` between `<!-- generated: NAME -->` and `<!-- /generated -->`.
+    Region { make: fn(&Workspace) -> Result<String>, file: &'static str, name: &'static str },
+}
+
+impl Generator {
+    /// The file or folder that is written.
+    fn makes(&self) -> &str {
+        match self {
+            Self::Folder { folder, .. } => folder,
+            Self::File { file, .. } | Self::Region { file, .. } => file,
+        }
+    }
+}
+
+const GENERATORS: [Generator; 4] = [
+    Generator::Folder { program: &["--package", "cistern-crds", "--example", "gen"], folder: "crds" },
+    Generator::Folder { program: &["--package", "cistern-core", "--example", "settings"], folder: "agent/core" },
+    Generator::File { program: &["--package", "cistern", "--example", "command-line"], file: "agent/command-line.md" },
+    Generator::Region { make: maps::table, file: "agent-ebpf/README.md", name: "maps" },
+];
+
+/// What `gen` can be told.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct Options {
+    /// Only files (or the folders they are in) whose path contains this
+    path: Option<String>,
+    /// Change nothing; fail where a committed file differs from the generated one
+    #[arg(long)]
+    check: bool,
+}
+
+/// Writes generated files that are not up to date, or with `--check` fails for them.
+pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    let path = options.path.as_deref().unwrap_or_default();
+    if options.check { compare(workspace, path) } else { write(workspace, path) }
+}
+
+fn write(workspace: &Workspace, wanted: &str) -> Result<()> {
+    for (file, content) in fresh(workspace, wanted)? {
+        let path = workspace.root().join(&file);
+        let up_to_date = std::fs::read_to_string(&path).is_ok_and(|committed| committed == content);
+        if !up_to_date {
+            std::fs::write(&path, content).with_context(|| format!("writing {}", path.display()))?;
+        }
+        eprintln!("gen: {} {}", file.display(), if up_to_date { "unchanged" } else { "written" });
+    }
+    Ok(())
+}
+
+/// Fails where a committed file is not what its generator makes, and shows the first line that differs. Files whose path
+/// does not contain `wanted` are left out.
+pub(crate) fn compare(workspace: &Workspace, wanted: &str) -> Result<()> {
+    let mut stale = Vec::new();
+    for (file, content) in fresh(workspace, wanted)? {
+        let committed = std::fs::read_to_string(workspace.root().join(&file)).unwrap_or_default();
+        if let Some(difference) = first_difference(&committed, &content) {
+            stale.push(format!("{}:{difference}", file.display()));
+        }
+    }
+    if stale.is_empty() {
+        return Ok(());
+    }
+    bail!("not what their generators make; `cargo xtask gen` writes them:\n  {}", stale.join("\n  "))
+}
+
+/// What each generated file should hold.
+fn fresh(workspace: &Workspace, wanted: &str) -> Result<BTreeMap<PathBuf, String>> {
+    let mut files = BTreeMap::new();
+    for generator in GENERATORS.iter().filter(|generator| generator.makes().contains(wanted)) {
+        match *generator {
+            Generator::Folder { program, folder } => {
+                let empty = workspace.metadata()?.target_directory.join("generated").join(folder);
+                if empty.exists() {
+                    std::fs::remove_dir_all(&empty).with_context(|| format!("emptying {}", empty.display()))?;
+                }
+                std::fs::create_dir_all(&empty).with_context(|| format!("making {}", empty.display()))?;
+                process::output(program_of_ours(workspace, program).arg("--").arg(&empty))?;
+                let made = read_folder(&empty)?;
+                if made.is_empty() {
+                    bail!("the generator of {folder} wrote no file");
+                }
+                files.extend(made.into_iter().map(|(name, text)| (Path::new(folder).join(name), text)));
+            }
+            Generator::File { program, file } => {
+                files.insert(file.into(), process::output(&mut program_of_ours(workspace, program))?);
+            }
+            Generator::Region { make, file, name } => {
+                let path = workspace.root().join(file);
+                let current = std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+                let filled = replace_region(&current, name, &make(workspace)?).with_context(|| file.to_owned())?;
+                files.insert(file.into(), filled);
+            }
+        }
+    }
+    Ok(files)
+}
+
+fn program_of_ours(workspace: &Workspace, program: &[&str]) -> Command {
+    let mut command = workspace.cargo();
+    command.args(["run", "--quiet", "--locked"]).args(program);
+    command
+}
+
+/// Name and text of each file in `folder`.
+fn read_folder(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| format!("listing {}", folder.display()))? {
+        let path = entry?.path();
+        let text = std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+        files.extend(path.file_name().map(|name| (PathBuf::from(name), text)));
+    }
+    Ok(files)
+}
+
+/// Puts `made` between the marks of the region `name`.
+fn replace_region(text: &str, name: &str, made: &str) -> Result<String> {
+    let (start, end) = (format!("<!-- generated: {name} -->\n"), "<!-- /generated -->");
+    let (before, rest) = text.split_once(&start).with_context(|| format!("has no line `{}`", start.trim_end()))?;
+    let (_, after) = rest.split_once(end).with_context(|| format!("has no `{end}` after `{}`", start.trim_end()))?;
+    Ok(format!("{before}{start}\n{}\n\n{end}{after}", made.trim_matches('\n')))
+}
+
+/// The first line in which two texts differ, with both.
+fn first_difference(committed: &str, generated: &str) -> Option<String> {
+    if committed == generated {
+        return None;
+    }
+    let (mut left, mut right) = (committed.lines(), generated.lines());
+    let mut number = 1;
+    loop {
+        match (left.next(), right.next()) {
+            (None, None) => return Some(format!("{number}: the end of the file differs")),
+            (a, b) if a == b => number += 1,
+            (a, b) => {
+                let shown =
+                    |line: Option<&str>| line.map_or("the end of the file".to_owned(), |line| format!("{line:?}"));
+                return Some(format!("{number}: has {}, the generator makes {}", shown(a), shown(b)));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_region_is_replaced_and_the_rest_kept() {
+        let text = "# Maps\n<!-- generated: maps -->\nold\n<!-- /generated -->\nafter\n";
+        let expected = "# Maps\n<!-- generated: maps -->\n\n| a |\n\n<!-- /generated -->\nafter\n";
+        assert_eq!(replace_region(text, "maps", "| a |\n").unwrap(), expected);
+        assert_eq!(replace_region(expected, "maps", "| a |\n").unwrap(), expected);
+        let error = replace_region(text, "keys", "x").unwrap_err().to_string();
+        assert!(error.contains("generated: keys"), "{error}");
+    }
+
+    #[test]
+    fn the_first_difference_is_shown() {
+        assert_eq!(first_difference("a\nb\n", "a\nb\n"), None);
+        assert_eq!(first_difference("a\nb\n", "a\nc\n").unwrap(), "2: has \"b\", the generator makes \"c\"");
+        assert_eq!(first_difference("a\n", "a\nc\n").unwrap(), "2: has the end of the file, the generator makes \"c\"");
+        assert_eq!(first_difference("a", "a\n").unwrap(), "2: the end of the file differs");
+    }
+}

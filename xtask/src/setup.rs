@@ -1,0 +1,260 @@
+//! What the other commands need, and how to get it.
+//!
+//! On Debian, as root, what is missing is installed; elsewhere it is printed with the command that would do it, and
+//! setup fails. A second run finds everything and changes nothing.
+
+use crate::ebpf;
+use crate::process::{self, find, path_with};
+use crate::workspace::Workspace;
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+
+/// A program that must be there.
+struct Program {
+    /// Its name on `PATH`, or its path.
+    name: &'static str,
+    /// The Debian package that has it.
+    package: &'static str,
+    /// Who calls it.
+    used_by: &'static str,
+}
+
+/// A C compiler is not among them: without one, this program could not have been built.
+const PROGRAMS: [Program; 7] = [
+    Program { name: "git", package: "git", used_by: "check" },
+    Program { name: "ip", package: "iproute2", used_by: "namespace tests, demo" },
+    Program { name: "ping", package: "iputils-ping", used_by: "demo" },
+    Program { name: "ethtool", package: "ethtool", used_by: "eBPF tests: checksum offloads" },
+    Program { name: "bpftool", package: "bpftool", used_by: "eBPF tests, demo" },
+    Program { name: "kubectl", package: "kubernetes-client", used_by: "script tests, demo" },
+    Program { name: "/usr/lib/cni/ptp", package: "containernetworking-plugins", used_by: "bench" },
+];
+
+/// The release of bpf-linker that is known to build these programs.
+const LINKER_VERSION: &str = "0.13";
+/// The LLVM versions that this bpf-linker can be built on, the preferred ones first.
+const LINKER_LLVM: [u32; 3] = [22, 21, 23];
+/// The LLVM of the Rust release that the workspace asks for: an older linker could not read a nightly's output.
+const OLDEST_LLVM: u32 = 22;
+/// What `cargo install bpf-linker` needs next to LLVM itself.
+const LINKER_LIBRARIES: [&str; 4] = ["g++", "zlib1g-dev", "libzstd-dev", "libxml2-dev"];
+/// The toolchain of Debian that carries a compiled `core` for the kernel's target.
+const COMPILED_TOOLCHAIN: [&str; 2] = ["rustc-web", "libstd-rust-web-dev-bpf"];
+
+/// Finds or installs everything, and says what is there.
+pub(crate) fn run(workspace: &Workspace) -> Result<()> {
+    let mut packages = Packages::of_this_machine();
+    install_programs(&mut packages)?;
+    install_components(workspace)?;
+    // The linker first: a compiler newer than the linker's LLVM will not do.
+    install_linker(workspace, &mut packages)?;
+    install_kernel_toolchain(&mut packages)?;
+    let toolchain = ebpf::toolchain().map_err(|refused| {
+        anyhow::anyhow!("no toolchain can build the kernel programs:\n  - {}", refused.join("\n  - "))
+    })?;
+    eprintln!("setup: all there; kernel programs are built with {toolchain}");
+    Ok(())
+}
+
+/// Debian's package tools, or the knowledge that there are none.
+struct Packages {
+    /// Why nothing can be installed here.
+    refusal: Option<&'static str>,
+    lists_are_fresh: bool,
+}
+
+impl Packages {
+    fn of_this_machine() -> Self {
+        let refusal = if find("apt-get").is_none() || !Path::new("/etc/debian_version").exists() {
+            Some("this is not Debian")
+        } else if !crate::test::is_root() {
+            Some("you are not root")
+        } else {
+            None
+        };
+        Self { refusal, lists_are_fresh: false }
+    }
+
+    /// Fetches the lists once. Before that, apt may know no package at all.
+    fn refresh(&mut self) -> Result<()> {
+        if !self.lists_are_fresh {
+            process::run(Command::new("apt-get").arg("update"))?;
+            self.lists_are_fresh = true;
+        }
+        Ok(())
+    }
+
+    /// Whether apt could install `package`.
+    fn offers(&mut self, package: &str) -> Result<bool> {
+        if self.refusal.is_some() {
+            return Ok(false);
+        }
+        self.refresh()?;
+        let policy = process::output(Command::new("apt-cache").args(["policy", package]).env("LC_ALL", "C"))?;
+        Ok(policy.lines().any(|line| line.trim().starts_with("Candidate:") && !line.contains("(none)")))
+    }
+
+    /// Installs `packages`, or fails with the command that would.
+    fn install(&mut self, packages: &BTreeSet<&str>) -> Result<()> {
+        let names = packages.iter().copied().collect::<Vec<_>>().join(" ");
+        if let Some(refusal) = self.refusal {
+            bail!("{refusal}: install what Debian calls `apt-get install {names}`, then run setup again");
+        }
+        self.refresh()?;
+        process::run(
+            Command::new("apt-get")
+                .args(["install", "--yes", "--no-install-recommends"])
+                .args(packages)
+                .env("DEBIAN_FRONTEND", "noninteractive"),
+        )
+    }
+}
+
+fn is_there(program: &Program) -> bool {
+    if program.name.starts_with('/') { Path::new(program.name).exists() } else { find(program.name).is_some() }
+}
+
+fn install_programs(packages: &mut Packages) -> Result<()> {
+    let mut wanted = BTreeSet::new();
+    for program in PROGRAMS.iter().filter(|program| !is_there(program)) {
+        eprintln!("setup: {} is missing (package {}, used by {})", program.name, program.package, program.used_by);
+        wanted.insert(program.package);
+    }
+    if wanted.is_empty() { Ok(()) } else { packages.install(&wanted) }
+}
+
+/// The parts of the Rust toolchain that `check` calls.
+fn install_components(workspace: &Workspace) -> Result<()> {
+    for (subcommand, component) in [("fmt", "rustfmt"), ("clippy", "clippy")] {
+        if process::output(workspace.cargo().args([subcommand, "--version"])).is_ok() {
+            continue;
+        }
+        if find("rustup").is_none() {
+            bail!(
+                "`cargo {subcommand}` is missing and there is no rustup to add it: install {component} for {}",
+                rustc()
+            );
+        }
+        process::run(Command::new("rustup").current_dir(workspace.root()).args(["component", "add", component]))
+            .with_context(|| format!("adding {component}"))?;
+    }
+    Ok(())
+}
+
+fn rustc() -> String {
+    process::output(Command::new("rustc").arg("--version"))
+        .map_or_else(|_| "the Rust toolchain".to_owned(), |version| version.trim().to_owned())
+}
+
+/// A compiler for the kernel programs: nightly's sources where rustup can bring them, else Debian's compiled `core`.
+fn install_kernel_toolchain(packages: &mut Packages) -> Result<()> {
+    let Err(before) = ebpf::toolchain() else { return Ok(()) };
+    if find("rustup").is_some() {
+        eprintln!("setup: no toolchain for the kernel programs yet ({})", before.join("; "));
+        let mut add = Command::new("rustup");
+        add.args(["toolchain", "install", "nightly", "--profile", "minimal"]);
+        add.args(["--component", "rust-src", "--no-self-update"]);
+        let has_nightly = process::output(Command::new("rustup").args(["run", "nightly", "rustc", "-V"])).is_ok();
+        if has_nightly {
+            // Adding to the nightly that is there keeps its date; installing would fetch the newest one.
+            add = Command::new("rustup");
+            add.args(["component", "add", "rust-src", "--toolchain", "nightly"]);
+        }
+        if !process::status(&mut add)?.success() {
+            eprintln!("setup: rustup cannot add it, so Debian's compiler is tried");
+        }
+    }
+    let Err(refused) = ebpf::toolchain() else { return Ok(()) };
+    for package in COMPILED_TOOLCHAIN {
+        if packages.refusal.is_none() && !packages.offers(package)? {
+            bail!("no compiler for the kernel programs: apt has no {package}, and {}", refused.join("; "));
+        }
+    }
+    packages.install(&COMPILED_TOOLCHAIN.into())
+}
+
+/// The linker, built on an LLVM that reads what the compiler writes.
+fn install_linker(workspace: &Workspace, packages: &mut Packages) -> Result<()> {
+    let mut probe = Command::new("bpf-linker");
+    probe.arg("--version").env("PATH", path_with(ebpf::cargo_bin()));
+    let version = process::output(&mut probe).unwrap_or_default();
+    let llvm = ebpf::linker_llvm();
+    if is_wanted_linker(&version) && llvm.is_none_or(|llvm| llvm >= OLDEST_LLVM) {
+        return Ok(());
+    }
+    let found = match (version.trim(), llvm) {
+        ("", _) => "none runs".to_owned(),
+        (version, None) => format!("found {version}"),
+        (version, Some(llvm)) => format!("found {version} on LLVM {llvm}"),
+    };
+    eprintln!("setup: bpf-linker {LINKER_VERSION} on LLVM {OLDEST_LLVM} or newer is wanted; {found}");
+    let by_hand = |llvm: u32| {
+        format!(
+            "PATH=/usr/lib/llvm-{llvm}/bin:$PATH cargo install bpf-linker --locked --version ^{LINKER_VERSION} \
+             --no-default-features --features llvm-{llvm}"
+        )
+    };
+    if let Some(refusal) = packages.refusal {
+        bail!("{refusal}: install LLVM {OLDEST_LLVM} with its headers, then `{}`", by_hand(OLDEST_LLVM));
+    }
+    let mut chosen = None;
+    for llvm in LINKER_LLVM.into_iter().filter(|llvm| *llvm >= OLDEST_LLVM) {
+        if packages.offers(&format!("llvm-{llvm}-dev"))? {
+            chosen = Some(llvm);
+            break;
+        }
+    }
+    let Some(llvm) = chosen else {
+        bail!(
+            "apt has no LLVM that bpf-linker {LINKER_VERSION} and the kernel programs' compiler agree on: wanted \
+             llvm-{OLDEST_LLVM}-dev or newer, up to {}; with one from elsewhere, `{}`",
+            LINKER_LLVM.into_iter().max().unwrap_or(OLDEST_LLVM),
+            by_hand(OLDEST_LLVM)
+        );
+    };
+    let (llvm_dev, polly_dev) = (format!("llvm-{llvm}-dev"), format!("libpolly-{llvm}-dev"));
+    let mut wanted: BTreeSet<&str> = LINKER_LIBRARIES.into();
+    wanted.extend([llvm_dev.as_str(), polly_dev.as_str()]);
+    packages.install(&wanted)?;
+    let mut install = process::with_own_compiler("cargo", workspace.root());
+    install.args(["install", "bpf-linker", "--locked", "--force", "--version", &format!("^{LINKER_VERSION}")]);
+    install.args(["--no-default-features", "--features", &format!("llvm-{llvm}")]);
+    install.env("PATH", path_with(format!("/usr/lib/llvm-{llvm}/bin")));
+    process::run(&mut install)
+}
+
+/// Whether `bpf-linker --version` told of the release that is wanted.
+fn is_wanted_linker(version: &str) -> bool {
+    version
+        .split_whitespace()
+        .nth(1)
+        .and_then(|number| number.strip_prefix(LINKER_VERSION))
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_wanted_linker_will_do() {
+        for (version, good) in [
+            ("bpf-linker 0.13.0\n", true),
+            ("bpf-linker 0.13\n", true),
+            ("bpf-linker 0.130.0\n", false),
+            ("bpf-linker 0.12.1\n", false),
+            ("", false),
+        ] {
+            assert_eq!(is_wanted_linker(version), good, "{version:?}");
+        }
+    }
+
+    #[test]
+    fn a_machine_without_apt_is_told_the_packages() {
+        let mut packages = Packages { refusal: Some("this is not Debian"), lists_are_fresh: false };
+        let error = packages.install(&["bpftool", "iproute2"].into()).unwrap_err().to_string();
+        assert!(error.contains("not Debian") && error.contains("bpftool iproute2"), "{error}");
+    }
+}

@@ -1,0 +1,196 @@
+//! Everything that can go wrong, in one command: build, check, then every test.
+//!
+//! A failed stage does not stop the others. The run ends with one line, `N passed, N failed, N skipped`; above it are
+//! the time of each stage and the name of everything that failed or was skipped. `passed` counts tests alone; a stage
+//! that breaks without a test to blame (a compile error, a crash, a rule of `check`) counts as one failure.
+
+mod report;
+
+use crate::build;
+use crate::check;
+use crate::process;
+use crate::workspace::{Metadata, TESTS_PACKAGE, Workspace};
+use anyhow::{Result, bail};
+use report::{Listing, Totals};
+use std::time::{Duration, Instant};
+
+/// What `test` can be told.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct Options {
+    /// Only tests whose name contains this
+    filter: Option<String>,
+    /// Only these stages: build, check, unit, script, netns, ebpf
+    #[arg(long, value_delimiter = ',')]
+    stage: Vec<String>,
+    /// Accept that the stages that need root are skipped
+    #[arg(long)]
+    unprivileged: bool,
+}
+
+/// A part of the run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Build,
+    Check,
+    /// Tests that belong to one package, those of its documentation included.
+    Unit,
+    /// A test target of [`TESTS_PACKAGE`].
+    Target {
+        name: &'static str,
+        /// Whether it makes namespaces, interfaces or loads programs.
+        privileged: bool,
+    },
+}
+
+const STAGES: [Stage; 6] = [
+    Stage::Build,
+    Stage::Check,
+    Stage::Unit,
+    Stage::Target { name: "script", privileged: false },
+    Stage::Target { name: "netns", privileged: true },
+    Stage::Target { name: "ebpf", privileged: true },
+];
+
+impl Stage {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Build => "build",
+            Self::Check => "check",
+            Self::Unit => "unit",
+            Self::Target { name, .. } => name,
+        }
+    }
+}
+
+/// Runs the stages and returns whether all is well.
+pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<bool> {
+    if let Some(unknown) = options.stage.iter().find(|name| !STAGES.iter().any(|stage| stage.name() == *name)) {
+        let known: Vec<&str> = STAGES.iter().map(|stage| stage.name()).collect();
+        bail!("there is no stage {unknown:?}; the stages are {}", known.join(", "));
+    }
+    let metadata = workspace.metadata()?;
+    check_targets_are_known(&metadata)?;
+    let missing = missing_privileges();
+    let mut totals = Totals::default();
+    let mut times: Vec<(Stage, Duration)> = Vec::new();
+    for stage in STAGES {
+        if !options.stage.is_empty() && !options.stage.iter().any(|name| name == stage.name()) {
+            continue;
+        }
+        eprintln!("\n== {} ==", stage.name());
+        let start = Instant::now();
+        if let Err(error) = stage_run(workspace, options, stage, &missing, &mut totals) {
+            eprintln!("{}: {error:#}", stage.name());
+            totals.fail(stage.name(), &format!("{error:#}"));
+        }
+        times.push((stage, start.elapsed()));
+    }
+    println!();
+    for (stage, time) in times {
+        println!("{:>8.1} s  {}", time.as_secs_f64(), stage.name());
+    }
+    print!("{totals}");
+    Ok(totals.is_good())
+}
+
+fn stage_run(
+    workspace: &Workspace,
+    options: &Options,
+    stage: Stage,
+    missing: &[String],
+    totals: &mut Totals,
+) -> Result<()> {
+    match stage {
+        Stage::Build => drop(build::run(workspace, &build::Options { release: false })?),
+        Stage::Check => {
+            for rule in check::run(workspace, &check::Options::default())? {
+                totals.fail("check", &rule);
+            }
+        }
+        Stage::Unit => {
+            let mut tests = vec!["--lib".to_owned(), "--bins".to_owned()];
+            for name in workspace.metadata()?.tests_of_packages() {
+                tests.extend(["--test".to_owned(), name]);
+            }
+            tests.extend(options.filter.clone());
+            cargo_test(workspace, "unit", &tests, totals)?;
+            let mut documentation = vec!["--doc".to_owned()];
+            documentation.extend(options.filter.clone());
+            cargo_test(workspace, "unit", &documentation, totals)?;
+        }
+        Stage::Target { name, privileged: true } if !missing.is_empty() => {
+            let mut list = workspace.cargo();
+            list.args(["test", "--locked", "--test", name, "--", "--list", "--format", "terse"]);
+            let mut listing = Listing::default();
+            let status = process::stream(&mut list, |line| listing.read(line))?;
+            let filter = options.filter.as_deref().unwrap_or_default();
+            let reason = missing.join(", ");
+            for test in listing.tests().iter().filter(|test| test.contains(filter)) {
+                totals.skip(name, test, &reason);
+            }
+            if !status.success() {
+                bail!("listing the tests ended with {status}");
+            }
+            if !options.unprivileged {
+                bail!("its tests need {reason}; --unprivileged accepts that they are skipped");
+            }
+        }
+        Stage::Target { name, .. } => {
+            let mut arguments = vec!["--test".to_owned(), name.to_owned()];
+            arguments.extend(options.filter.clone());
+            cargo_test(workspace, name, &arguments, totals)?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs `cargo test` and adds what it counted. The packages are always the same ones: another choice would unite other
+/// features, and build the dependencies anew.
+fn cargo_test(workspace: &Workspace, stage: &'static str, arguments: &[String], totals: &mut Totals) -> Result<()> {
+    let mut command = workspace.cargo();
+    command.args(["test", "--locked", "--no-fail-fast"]).args(arguments);
+    let before = totals.failures();
+    let status = process::stream(&mut command, |line| totals.read(stage, line))?;
+    if !status.success() && totals.failures() == before {
+        bail!("`{}` ended with {status}", process::shown(&command));
+    }
+    Ok(())
+}
+
+/// A test target of the tests package that no stage names would never run, and a stage without a target runs nothing.
+fn check_targets_are_known(metadata: &Metadata) -> Result<()> {
+    let staged: Vec<&str> = STAGES
+        .iter()
+        .filter_map(|stage| if let Stage::Target { name, .. } = stage { Some(*name) } else { None })
+        .collect();
+    for target in metadata.targets(TESTS_PACKAGE, "test") {
+        if !staged.contains(&target) {
+            bail!("no stage runs the test target {target} of {TESTS_PACKAGE}: name it in xtask/src/test.rs");
+        }
+    }
+    Ok(())
+}
+
+/// Whether this process is root.
+pub(crate) fn is_root() -> bool {
+    status_field("Uid:").is_some_and(|ids| ids.split_whitespace().nth(1) == Some("0"))
+}
+
+/// What this process lacks for namespaces, interfaces and kernel programs, by name.
+fn missing_privileges() -> Vec<String> {
+    /// Numbers from `capabilities(7)`.
+    const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (21, "CAP_SYS_ADMIN"), (39, "CAP_BPF")];
+    let mut missing = Vec::new();
+    if !is_root() {
+        missing.push("root".to_owned());
+    }
+    let effective = status_field("CapEff:").and_then(|hex| u64::from_str_radix(&hex, 16).ok()).unwrap_or(0);
+    missing.extend(NEEDED.iter().filter(|(bit, _)| effective >> bit & 1 == 0).map(|(_, name)| (*name).to_owned()));
+    missing
+}
+
+/// A line of `/proc/self/status`, without its name.
+fn status_field(name: &str) -> Option<String> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    status.lines().find_map(|line| line.strip_prefix(name)).map(|rest| rest.trim().to_owned())
+}

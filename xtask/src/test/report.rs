@@ -1,0 +1,165 @@
+//! What the test runs counted, read from the lines that `cargo test` prints.
+
+use std::fmt;
+
+/// What is known after the stages so far.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Totals {
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+    /// Lines that name what failed or was skipped.
+    named: Vec<String>,
+}
+
+impl Totals {
+    /// Takes what one line of `cargo test` tells.
+    pub(super) fn read(&mut self, stage: &str, line: &str) {
+        if let Some(summary) = line.strip_prefix("test result: ") {
+            self.passed += count(summary, "passed");
+            self.failed += count(summary, "failed");
+            self.skipped += count(summary, "ignored");
+        } else if let Some((name, outcome)) = outcome(line) {
+            match outcome.split(',').next() {
+                Some("FAILED") => self.named.push(format!("FAILED   {stage}: {name}")),
+                Some("ignored") => self.named.push(format!("skipped  {stage}: {name} ({outcome})")),
+                _ => {}
+            }
+        }
+    }
+
+    /// Counts a failure that no test is to blame for.
+    pub(super) fn fail(&mut self, stage: &str, what: &str) {
+        self.failed += 1;
+        let first_line = what.lines().next().unwrap_or_default();
+        self.named.push(format!("FAILED   {stage}: {first_line}"));
+    }
+
+    /// Counts a test that could not be run.
+    pub(super) fn skip(&mut self, stage: &str, test: &str, reason: &str) {
+        self.skipped += 1;
+        self.named.push(format!("skipped  {stage}: {test} (needs {reason})"));
+    }
+
+    /// How much has failed.
+    pub(super) fn failures(&self) -> usize {
+        self.failed
+    }
+
+    /// Whether nothing failed and something was tried.
+    pub(super) fn is_good(&self) -> bool {
+        self.failed == 0
+    }
+}
+
+impl fmt::Display for Totals {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for line in &self.named {
+            writeln!(out, "{line}")?;
+        }
+        writeln!(out, "{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
+    }
+}
+
+/// The number before `word` in `ok. 3 passed; 0 failed; 1 ignored; 0 measured; 2 filtered out`.
+fn count(summary: &str, word: &str) -> usize {
+    let mut words = summary.split([' ', ';']).filter(|word| !word.is_empty());
+    let mut before = words.next().unwrap_or_default();
+    for next in words {
+        if next == word {
+            return before.parse().unwrap_or(0);
+        }
+        before = next;
+    }
+    0
+}
+
+/// Name and outcome in `test name ... outcome`. A test that prints may put its text between the two.
+fn outcome(line: &str) -> Option<(&str, &str)> {
+    line.strip_prefix("test ")?.split_once(" ... ")
+}
+
+/// The names that `--list` printed.
+#[derive(Debug, Default)]
+pub(super) struct Listing {
+    tests: Vec<String>,
+}
+
+impl Listing {
+    /// Takes one line.
+    pub(super) fn read(&mut self, line: &str) {
+        if let Some(name) = line.strip_suffix(": test") {
+            self.tests.push(name.to_owned());
+        }
+    }
+
+    /// The tests, in the order they were listed.
+    pub(super) fn tests(&self) -> &[String] {
+        &self.tests
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_of_several_runs_add_up() {
+        let mut totals = Totals::default();
+        for line in [
+            "running 4 tests",
+            "test ip::carves ... ok",
+            "test ip::overlaps ... FAILED",
+            "test ip::slow ... ignored, takes an hour",
+            "test src/lib.rs - f (line 3) ... ok",
+            "test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 7 filtered out; finished in 0.01s",
+            "test result: ok. 40 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s",
+        ] {
+            totals.read("unit", line);
+        }
+        let printed = totals.to_string();
+        assert_eq!(
+            printed.lines().collect::<Vec<_>>(),
+            [
+                "FAILED   unit: ip::overlaps",
+                "skipped  unit: ip::slow (ignored, takes an hour)",
+                "42 passed, 1 failed, 1 skipped",
+            ]
+        );
+        assert!(!totals.is_good());
+    }
+
+    #[test]
+    fn what_is_no_test_counts_as_one_failure() {
+        let mut totals = Totals::default();
+        totals.fail("build", "could not compile\nmore text");
+        assert_eq!(totals.to_string(), "FAILED   build: could not compile\n0 passed, 1 failed, 0 skipped\n");
+        assert!(!totals.is_good());
+    }
+
+    #[test]
+    fn tests_that_cannot_run_are_named() {
+        let mut listing = Listing::default();
+        for line in ["add_and_del: test", "check: test", "bench_add: benchmark", "", "2 tests, 1 benchmark"] {
+            listing.read(line);
+        }
+        let mut totals = Totals::default();
+        for test in listing.tests() {
+            totals.skip("netns", test, "root, CAP_BPF");
+        }
+        assert_eq!(
+            totals.to_string(),
+            "skipped  netns: add_and_del (needs root, CAP_BPF)\nskipped  netns: check (needs root, CAP_BPF)\n\
+             0 passed, 0 failed, 2 skipped\n"
+        );
+        assert!(totals.is_good());
+    }
+
+    #[test]
+    fn output_of_a_test_is_not_taken_for_counts() {
+        let mut totals = Totals::default();
+        totals.read("unit", "the summary said: test result: ok. 3 passed; 0 failed");
+        totals.read("unit", "test of strength passed");
+        assert_eq!(totals, Totals::default());
+    }
+}
