@@ -4,7 +4,7 @@
 
 use super::types::{
     AddRequest, AddResponse, ApiError, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
-    ExplainMasqueradeRequest, ExplainMasqueradeResponse, Health, IpReport, IpamResponse, Status,
+    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, IpReport, IpamResponse, Status,
 };
 use axum::extract::rejection::{JsonRejection, QueryRejection};
 use axum::extract::{FromRequest, Path as UrlPath, Query, Request, State};
@@ -75,6 +75,8 @@ pub trait AgentApi: Send + Sync + 'static {
     fn del(&self, request: DelRequest) -> impl Future<Output = Result<DelResponse, Failure>> + Send;
     /// See [`CheckRequest`].
     fn check(&self, request: CheckRequest) -> impl Future<Output = Result<CheckResponse, Failure>> + Send;
+    /// See [`GcRequest`].
+    fn gc(&self, request: GcRequest) -> impl Future<Output = Result<GcResponse, Failure>> + Send;
     /// `POST /v1/ipam`
     fn allocate(&self, query: IpamQuery) -> impl Future<Output = Result<IpamResponse, Failure>> + Send;
     /// `POST /v1/ipam/{ip}`
@@ -153,6 +155,10 @@ pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
             post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<CheckResponse> {
                 api.check(body).await.map(Json)
             }),
+        )
+        .route(
+            "/v1/cni/gc",
+            post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<GcResponse> { api.gc(body).await.map(Json) }),
         )
         .route(
             "/v1/ipam",

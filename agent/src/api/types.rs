@@ -93,6 +93,20 @@ pub struct DelResponse {
     pub released: Option<Ipv4Addr>,
 }
 
+/// `POST /v1/cni/gc`: ends every lease that is not in the list.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GcRequest {
+    /// What is still attached, by the runtime's word.
+    pub valid: Vec<DelRequest>,
+}
+
+/// Answer to [`GcRequest`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GcResponse {
+    /// What was ended.
+    pub released: Vec<DelRequest>,
+}
+
 /// `POST /v1/cni/check`: what the agent holds for this key. 404 with reason `no-lease` when it holds nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckRequest {

@@ -4,7 +4,7 @@ use super::node_status::NodeStatus;
 use crate::api::server::{AgentApi, Failure, IpamQuery};
 use crate::api::types::{
     AddRequest, AddResponse, AddressPair, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
-    ExplainMasqueradeRequest, ExplainMasqueradeResponse, Health, HostAddressing, HostFamily, IpReport, IpamAddress,
+    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, HostAddressing, HostFamily, IpReport, IpamAddress,
     IpamResponse, Status,
 };
 use crate::controllers::endpoint::{self, EndpointError, Endpoints};
@@ -12,6 +12,7 @@ use cistern_core::ipam::lease::{
     self, AddError, Attachment, ConfirmError, Interface, LeaseState, OwnerError, RowState,
 };
 use cistern_core::ipam::node::pod_cidr::AddressError;
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 /// Answers every call.
@@ -128,6 +129,19 @@ impl AgentApi for Answers {
             router: router.ipv4.ok_or_else(no_ipv4)?,
             host_ifname,
         })
+    }
+
+    async fn gc(&self, request: GcRequest) -> Result<GcResponse, Failure> {
+        let mut valid = BTreeSet::new();
+        for known in request.valid {
+            valid.insert(attachment(known.container_id, known.ifname)?);
+        }
+        let ended = self.endpoints.collect(valid).await.map_err(failure)?;
+        let released = ended
+            .into_iter()
+            .map(|lease| DelRequest { container_id: lease.attachment.container_id, ifname: lease.attachment.ifname })
+            .collect();
+        Ok(GcResponse { released })
     }
 
     async fn allocate(&self, query: IpamQuery) -> Result<IpamResponse, Failure> {

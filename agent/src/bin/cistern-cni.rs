@@ -1,2 +1,7 @@
 //! The CNI plugin of Cistern.
-fn main() {}
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cistern::cni::main()
+}

@@ -14,7 +14,7 @@ use cistern_core::ipam::lease::{
 use cistern_core::ipam::node::pod_cidr::{Addresses, Usage};
 use cistern_core::masquerade::plan::EndpointEntry;
 use ipnet::IpNet;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -92,6 +92,7 @@ enum Command {
     Add(AddRequest, Reply<Granted>),
     Confirm(Attachment, u64, Interface, Reply<()>),
     Del(Attachment, Reply<Option<PodLease>>),
+    Collect(BTreeSet<Attachment>, Reply<Vec<PodLease>>),
     Check(Attachment, Reply<Option<(PodLease, Addresses)>>),
     Allocate(OwnerRequest, Reply<Vec<OwnerLease>>),
     AllocateAddress(IpAddr, String, String, Reply<OwnerLease>),
@@ -148,6 +149,14 @@ impl Endpoints {
     /// See [`EndpointError`].
     pub async fn del(&self, attachment: Attachment) -> Result<Option<PodLease>, EndpointError> {
         self.ask(|reply| Command::Del(attachment, reply)).await
+    }
+
+    /// See [`Leases::collect`]. Answers the leases that ended.
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn collect(&self, valid: BTreeSet<Attachment>) -> Result<Vec<PodLease>, EndpointError> {
+        self.ask(|reply| Command::Collect(valid, reply)).await
     }
 
     /// See [`Leases::check`]; the router addresses beside it.
@@ -412,12 +421,17 @@ impl Task {
             }
             Command::Del(attachment, reply) => {
                 let outcome = self.leases.del(&attachment, now);
-                // The kernel forgets the pod before its address can be given to another.
-                if let Some(address) = outcome.answer.as_ref().and_then(|lease| lease.addresses.ipv4)
-                    && let Some(map) = self.parts.map.as_mut()
-                    && let Err(reason) = map.remove(address)
-                {
-                    tracing::warn!(%address, reason, "endpoint not removed at once; the reconciler does it");
+                if let Some(address) = outcome.answer.as_ref().and_then(|lease| lease.addresses.ipv4) {
+                    self.forget(address);
+                }
+                let answer = self.durable(outcome);
+                self.publish();
+                let _ = reply.send(answer);
+            }
+            Command::Collect(valid, reply) => {
+                let outcome = self.leases.collect(&valid, now);
+                for address in outcome.answer.iter().filter_map(|lease| lease.addresses.ipv4) {
+                    self.forget(address);
                 }
                 let answer = self.durable(outcome);
                 self.publish();
@@ -447,6 +461,15 @@ impl Task {
                     View { rows: self.leases.snapshot(), usage: self.leases.usage(), router: self.leases.router() };
                 let _ = reply.send(Ok(view));
             }
+        }
+    }
+
+    /// The kernel forgets the pod before its address can be given to another.
+    fn forget(&mut self, address: Ipv4Addr) {
+        if let Some(map) = self.parts.map.as_mut()
+            && let Err(reason) = map.remove(address)
+        {
+            tracing::warn!(%address, reason, "endpoint not removed at once; the reconciler does it");
         }
     }
 

@@ -1,1 +1,604 @@
-//! CNI specification 1.1.0: request, result and error types.
+//! CNI specification 1.1.0: the request, the result in each version's form, the error object.
+//!
+//! <https://www.cni.dev/docs/spec/>; section numbers are those of that document.
+
+use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+
+/// Versions of the specification that are spoken, oldest first.
+pub const VERSIONS: [&str; 4] = ["0.3.1", "0.4.0", "1.0.0", "1.1.0"];
+
+/// A version that is spoken. They are ordered by age.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Version {
+    /// 0.3.1
+    V0_3_1,
+    /// 0.4.0: CHECK
+    V0_4_0,
+    /// 1.0.0: results without the `version` of an address
+    V1_0_0,
+    /// 1.1.0: STATUS and GC
+    V1_1_0,
+}
+
+impl Version {
+    /// The newest; that of an error about a configuration that names none.
+    pub const NEWEST: Self = Self::V1_1_0;
+
+    /// As written in `cniVersion`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::V0_3_1 => "0.3.1",
+            Self::V0_4_0 => "0.4.0",
+            Self::V1_0_0 => "1.0.0",
+            Self::V1_1_0 => "1.1.0",
+        }
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        [Self::V0_3_1, Self::V0_4_0, Self::V1_0_0, Self::V1_1_0].into_iter().find(|version| version.name() == text)
+    }
+}
+
+/// Codes of section 5, "Error": below 100 the specification's own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Code {
+    /// Incompatible CNI version.
+    Version = 1,
+    /// A field of the configuration that is not supported; the message names it and its value.
+    UnsupportedField = 2,
+    /// The container is unknown or does not exist.
+    UnknownContainer = 3,
+    /// A necessary environment variable is absent or invalid; the message names it.
+    Environment = 4,
+    /// Input or output failed.
+    Io = 5,
+    /// Something could not be decoded.
+    Decode = 6,
+    /// The network configuration is invalid.
+    Configuration = 7,
+    /// A transient condition: the same call may succeed later.
+    TryAgainLater = 11,
+    /// STATUS: no ADD can be served.
+    NotAvailable = 50,
+    /// An interface of ours is not as it was left: CHECK found a difference.
+    Difference = 100,
+    /// The kernel refused a step.
+    Kernel = 101,
+    /// The agent refused, and will go on to.
+    Agent = 102,
+}
+
+/// The error object (section 5).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ErrorObject {
+    /// Version of this object.
+    pub cni_version: &'static str,
+    /// See [`Code`].
+    pub code: u32,
+    /// What is wrong, in short.
+    pub msg: String,
+    /// More of it.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub details: String,
+}
+
+/// A failure on its way to becoming an [`ErrorObject`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct Failure {
+    /// Which code.
+    pub code: Code,
+    /// What is wrong: the field or step, the value, what was expected.
+    pub message: String,
+    /// What is still in force, or what else was found.
+    pub details: String,
+}
+
+impl Failure {
+    /// A failure without more to say.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        Self { code, message: message.into(), details: String::new() }
+    }
+
+    /// Adds what else is known.
+    #[must_use]
+    pub fn with_details(mut self, details: impl Into<String>) -> Self {
+        self.details = details.into();
+        self
+    }
+
+    /// As the runtime gets it.
+    #[must_use]
+    pub fn object(&self, version: Version) -> ErrorObject {
+        ErrorObject {
+            cni_version: version.name(),
+            code: self.code as u32,
+            msg: self.message.clone(),
+            details: self.details.clone(),
+        }
+    }
+}
+
+/// The verbs (section 2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verb {
+    /// Attach.
+    Add,
+    /// Detach.
+    Del,
+    /// Is the attachment as it was made?
+    Check,
+    /// Can ADD be served?
+    Status,
+    /// Release every attachment that is not in the list.
+    Gc,
+    /// Which versions are spoken?
+    Version,
+}
+
+impl Verb {
+    /// As in `CNI_COMMAND`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Add => "ADD",
+            Self::Del => "DEL",
+            Self::Check => "CHECK",
+            Self::Status => "STATUS",
+            Self::Gc => "GC",
+            Self::Version => "VERSION",
+        }
+    }
+}
+
+/// Reads `CNI_COMMAND`.
+///
+/// # Errors
+/// Another word.
+pub fn verb(command: &str) -> Result<Verb, Failure> {
+    [Verb::Add, Verb::Del, Verb::Check, Verb::Status, Verb::Gc, Verb::Version]
+        .into_iter()
+        .find(|verb| verb.name() == command)
+        .ok_or_else(|| {
+            let message =
+                format!("CNI_COMMAND: {command:?}; expected ADD, DEL, CHECK, STATUS, GC or VERSION");
+            Failure::new(Code::Environment, message)
+        })
+}
+
+/// The network configuration as it comes on standard input (section 1). Keys of others are left alone.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NetConf {
+    /// Version of the configuration and of the result.
+    #[serde(default)]
+    pub cni_version: String,
+    /// Name of the network.
+    #[serde(default)]
+    pub name: String,
+    /// The plugin; ours names us.
+    #[serde(default, rename = "type")]
+    pub plugin: String,
+    /// MTU of the pod's interface in bytes; without it the agent says.
+    #[serde(default)]
+    pub mtu: Option<u32>,
+    /// The IPAM plugin; Cistern allocates by itself.
+    #[serde(default)]
+    pub ipam: Option<IpamConf>,
+    /// Result of the plugins before, or of ADD.
+    #[serde(default)]
+    pub prev_result: Option<Value>,
+    /// DNS settings, passed through.
+    #[serde(default)]
+    pub dns: Option<Value>,
+    /// Where the agent listens, when not at its usual place. Cistern's own.
+    #[serde(default, rename = "socket-path")]
+    pub socket_path: Option<String>,
+    /// Where DELs wait while the agent is away, when not at the usual place. Cistern's own.
+    #[serde(default, rename = "queue-dir")]
+    pub queue_dir: Option<String>,
+    /// GC: what is still attached.
+    #[serde(default, rename = "cni.dev/valid-attachments")]
+    pub valid_attachments: Option<Vec<ValidAttachment>>,
+    /// The former key of the same; both are read (section 2, "GC").
+    #[serde(default, rename = "cni.dev/attachments")]
+    pub attachments: Option<Vec<ValidAttachment>>,
+}
+
+/// `ipam` of a configuration.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct IpamConf {
+    /// The IPAM plugin.
+    #[serde(default, rename = "type")]
+    pub plugin: String,
+}
+
+/// An attachment that GC must leave.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct ValidAttachment {
+    /// `CNI_CONTAINERID`
+    #[serde(rename = "containerID")]
+    pub container_id: String,
+    /// `CNI_IFNAME`
+    pub ifname: String,
+}
+
+/// Names under which the plugin is called.
+const NAMES: [&str; 2] = ["cistern-cni", "cilium-cni"];
+
+impl NetConf {
+    /// Reads standard input.
+    ///
+    /// # Errors
+    /// [`Code::Decode`] with the parser's words.
+    pub fn parse(stdin: &[u8]) -> Result<Self, Failure> {
+        serde_json::from_slice(stdin).map_err(|error| {
+            Failure::new(Code::Decode, format!("network configuration on standard input is not usable JSON: {error}"))
+                .with_details("expected an object with cniVersion, name and type; nothing was changed")
+        })
+    }
+
+    /// The version to answer in.
+    ///
+    /// # Errors
+    /// [`Code::Version`] for one that is not spoken.
+    pub fn version(&self) -> Result<Version, Failure> {
+        Version::parse(&self.cni_version).ok_or_else(|| {
+            let message = format!("cniVersion: {:?}; expected one of {}", self.cni_version, VERSIONS.join(", "));
+            Failure::new(Code::Version, message)
+        })
+    }
+
+    /// Checks what ADD needs (section 1, and `architecture` decision 16).
+    ///
+    /// # Errors
+    /// The field, its value and what was expected.
+    pub fn validate(&self) -> Result<(), Failure> {
+        let name = &self.name;
+        if !name.starts_with(|first: char| first.is_ascii_alphanumeric())
+            || !name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-'))
+        {
+            let message = format!("name: {name:?}; expected a network name of letters, digits, '_', '.' and '-'");
+            return Err(Failure::new(Code::Configuration, message));
+        }
+        if let Some(ipam) = self.ipam.as_ref().filter(|ipam| !ipam.plugin.is_empty()) {
+            let ours = NAMES.contains(&self.plugin.as_str());
+            let message = if ours && NAMES.contains(&ipam.plugin.as_str()) {
+                format!("ipam.type: {:?} beside type {:?}; expected the name in one of the two", ipam.plugin, self.plugin)
+            } else if ours {
+                format!(
+                    "ipam.type: {:?}; expected none: the addresses come from the Cistern agent (delegation is ipam mode \
+                     delegated-plugin)",
+                    ipam.plugin
+                )
+            } else {
+                format!(
+                    "type: {:?} with ipam.type {:?}; expected type cistern-cni, which makes the interface too",
+                    self.plugin, ipam.plugin
+                )
+            };
+            return Err(Failure::new(Code::UnsupportedField, message));
+        }
+        if let Some(mtu) = self.mtu.filter(|mtu| !(576..=65_535).contains(mtu)) {
+            return Err(Failure::new(Code::Configuration, format!("mtu: {mtu}; expected 576 to 65535")));
+        }
+        Ok(())
+    }
+
+    /// What GC must leave.
+    ///
+    /// # Errors
+    /// Without the list nothing may be released.
+    pub fn valid(&self) -> Result<&[ValidAttachment], Failure> {
+        self.valid_attachments.as_deref().or(self.attachments.as_deref()).ok_or_else(|| {
+            let message = "cni.dev/valid-attachments is absent; expected the list of attachments that are in use";
+            Failure::new(Code::Configuration, message).with_details("nothing was released")
+        })
+    }
+}
+
+/// The variables of an attachment (section 2, "Parameters").
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Call {
+    /// `CNI_CONTAINERID`
+    pub container_id: String,
+    /// `CNI_IFNAME`
+    pub ifname: String,
+    /// `CNI_NETNS`; empty only for DEL, whose namespace may be gone.
+    pub netns: String,
+    /// `CNI_ARGS`
+    pub args: BTreeMap<String, String>,
+}
+
+/// Longest name of a network device, without the terminating zero.
+const IFNAME_LENGTH: usize = 15;
+
+impl Call {
+    /// Reads the variables that a verb needs.
+    ///
+    /// # Errors
+    /// [`Code::Environment`] naming the variable, its value and what was expected.
+    pub fn parse(verb: Verb, variable: impl Fn(&str) -> Option<String>) -> Result<Self, Failure> {
+        let fail = |name: &str, value: &str, expected: &str| {
+            Failure::new(Code::Environment, format!("{name}: {value:?}; expected {expected}"))
+        };
+        let required = |name: &str, expected: &str| {
+            variable(name).filter(|value| !value.is_empty()).ok_or_else(|| fail(name, "", expected))
+        };
+        let container_id = required("CNI_CONTAINERID", "the ID of the container")?;
+        // Section 2: starts with an alphanumeric character, then '_', '.' and '-' too.
+        if !container_id.starts_with(|first: char| first.is_ascii_alphanumeric())
+            || !container_id.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-'))
+        {
+            return Err(fail("CNI_CONTAINERID", &container_id, "letters, digits, '_', '.' and '-'"));
+        }
+        let ifname = required("CNI_IFNAME", "the name of the pod's interface")?;
+        if ifname.len() > IFNAME_LENGTH
+            || matches!(ifname.as_str(), "." | "..")
+            || ifname.chars().any(|c| c == '/' || c == ':' || c.is_whitespace() || c.is_control())
+        {
+            return Err(fail("CNI_IFNAME", &ifname, "at most 15 characters without '/', ':' and spaces"));
+        }
+        let netns = match verb {
+            Verb::Del => variable("CNI_NETNS").unwrap_or_default(),
+            _ => required("CNI_NETNS", "the path of the pod's network namespace")?,
+        };
+        Ok(Self { container_id, ifname, netns, args: args(&variable("CNI_ARGS").unwrap_or_default())? })
+    }
+
+    /// The pod as Kubernetes' runtimes name it: namespace, name, UID.
+    #[must_use]
+    pub fn pod(&self) -> Option<(String, String, Option<String>)> {
+        let arg = |name: &str| self.args.get(name).filter(|value| !value.is_empty()).cloned();
+        Some((arg("K8S_POD_NAMESPACE")?, arg("K8S_POD_NAME")?, arg("K8S_POD_UID")))
+    }
+}
+
+/// `KEY=VALUE;KEY=VALUE`
+fn args(text: &str) -> Result<BTreeMap<String, String>, Failure> {
+    text.split(';')
+        .filter(|pair| !pair.is_empty())
+        .map(|pair| match pair.split_once('=') {
+            Some((key, value)) => Ok((key.to_owned(), value.to_owned())),
+            None => Err(Failure::new(
+                Code::Environment,
+                format!("CNI_ARGS: {pair:?} in {text:?}; expected KEY=VALUE pairs separated by ';'"),
+            )),
+        })
+        .collect()
+}
+
+/// An interface of a result.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResultInterface {
+    /// Its name.
+    pub name: String,
+    /// Its hardware address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<String>,
+    /// Its MTU in bytes; 1.1.0 only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtu: Option<u32>,
+    /// Path of its network namespace; none for the host's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sandbox: Option<String>,
+}
+
+/// An address of a result.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResultIp {
+    /// `4` or `6`; before 1.0.0 only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
+    /// Position in `interfaces`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interface: Option<usize>,
+    /// With prefix length.
+    pub address: IpNet,
+    /// Gateway.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gateway: Option<IpAddr>,
+}
+
+/// A route of a result.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResultRoute {
+    /// Where to.
+    pub dst: IpNet,
+    /// Next hop.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gw: Option<IpAddr>,
+}
+
+/// The result of ADD (section 5, "ADD Success").
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AddResult {
+    /// Version of this object.
+    pub cni_version: String,
+    /// Host side first.
+    #[serde(default)]
+    pub interfaces: Vec<ResultInterface>,
+    /// Addresses.
+    #[serde(default)]
+    pub ips: Vec<ResultIp>,
+    /// Routes.
+    #[serde(default)]
+    pub routes: Vec<ResultRoute>,
+    /// As configured.
+    #[serde(default)]
+    pub dns: Value,
+}
+
+/// What ADD made.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Attached {
+    /// Host side: name and hardware address.
+    pub host: (String, String),
+    /// Pod side: name and hardware address.
+    pub pod: (String, String),
+    /// Path of the pod's namespace.
+    pub netns: String,
+    /// MTU of both sides in bytes.
+    pub mtu: u32,
+    /// The pod's address.
+    pub address: std::net::Ipv4Addr,
+    /// Its gateway.
+    pub router: std::net::Ipv4Addr,
+    /// DNS settings as configured.
+    pub dns: Option<Value>,
+}
+
+impl Attached {
+    /// The result in a version's form.
+    #[must_use]
+    pub fn result(&self, version: Version) -> AddResult {
+        let mtu = (version >= Version::V1_1_0).then_some(self.mtu);
+        let router = IpAddr::V4(self.router);
+        AddResult {
+            cni_version: version.name().to_owned(),
+            interfaces: vec![
+                ResultInterface { name: self.host.0.clone(), mac: Some(self.host.1.clone()), mtu, sandbox: None },
+                ResultInterface {
+                    name: self.pod.0.clone(),
+                    mac: Some(self.pod.1.clone()),
+                    mtu,
+                    sandbox: Some(self.netns.clone()),
+                },
+            ],
+            ips: vec![ResultIp {
+                version: (version < Version::V1_0_0).then(|| "4".to_owned()),
+                interface: Some(1),
+                address: IpNet::from(IpAddr::V4(self.address)),
+                gateway: Some(router),
+            }],
+            routes: vec![ResultRoute { dst: default_route(), gw: Some(router) }],
+            dns: self.dns.clone().unwrap_or_else(|| Value::Object(serde_json::Map::new())),
+        }
+    }
+}
+
+fn default_route() -> IpNet {
+    IpNet::V4(ipnet::Ipv4Net::new_assert(std::net::Ipv4Addr::UNSPECIFIED, 0))
+}
+
+/// The answer to VERSION (section 5).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VersionResult {
+    /// As asked for.
+    pub cni_version: String,
+    /// What is spoken.
+    pub supported_versions: [&'static str; 4],
+}
+
+impl fmt::Display for Verb {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn environment(pairs: &'static [(&'static str, &'static str)]) -> impl Fn(&str) -> Option<String> {
+        move |name| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+    }
+
+    const GOOD: &[(&str, &str)] = &[
+        ("CNI_CONTAINERID", "abc-1"),
+        ("CNI_IFNAME", "eth0"),
+        ("CNI_NETNS", "/run/netns/p"),
+        ("CNI_ARGS", "IgnoreUnknown=1;K8S_POD_NAMESPACE=shop;K8S_POD_NAME=cart-0;K8S_POD_UID=u-1"),
+    ];
+
+    #[test]
+    fn variables_become_a_call_and_name_the_pod() {
+        let call = Call::parse(Verb::Add, environment(GOOD)).unwrap();
+        assert_eq!(call.pod(), Some(("shop".into(), "cart-0".into(), Some("u-1".into()))));
+        assert_eq!((call.container_id.as_str(), call.netns.as_str()), ("abc-1", "/run/netns/p"));
+    }
+
+    #[test]
+    fn each_bad_variable_is_named_with_code_4() {
+        for (name, value) in [
+            ("CNI_CONTAINERID", ""),
+            ("CNI_CONTAINERID", "-a"),
+            ("CNI_CONTAINERID", "a/b"),
+            ("CNI_IFNAME", ""),
+            ("CNI_IFNAME", "a-name-of-sixteen"),
+            ("CNI_IFNAME", "eth:0"),
+            ("CNI_IFNAME", ".."),
+            ("CNI_NETNS", ""),
+            ("CNI_ARGS", "a=b;c"),
+        ] {
+            let failure = Call::parse(Verb::Add, |key| {
+                if key == name { Some(value.to_owned()) } else { environment(GOOD)(key) }
+            })
+            .unwrap_err();
+            assert_eq!(failure.code as u32, 4, "{name}={value}");
+            assert!(failure.message.starts_with(name), "{}", failure.message);
+        }
+        // A DEL comes without namespace when the pod's is gone.
+        let call = Call::parse(Verb::Del, |key| {
+            if key == "CNI_NETNS" { None } else { environment(GOOD)(key) }
+        });
+        assert_eq!(call.unwrap().netns, "");
+    }
+
+    #[test]
+    fn configurations_are_refused_by_field() {
+        let refused = |text: &str| {
+            let conf = NetConf::parse(text.as_bytes())?;
+            conf.version()?;
+            conf.validate()
+        };
+        let code = |text: &str| refused(text).map_err(|failure| (failure.code as u32, failure.message)).unwrap_err();
+        assert_eq!(code("{\"cniVersion\": ").0, 6);
+        assert_eq!(code("[]").0, 6);
+        assert_eq!(code(r#"{"cniVersion":"0.2.0","name":"n","type":"cistern-cni"}"#).0, 1);
+        assert_eq!(code(r#"{"name":"n","type":"cistern-cni"}"#).0, 1);
+        assert_eq!(code(r#"{"cniVersion":"1.0.0","name":"","type":"cistern-cni"}"#).0, 7);
+        assert_eq!(code(r#"{"cniVersion":"1.0.0","name":"n","type":"cistern-cni","mtu":100}"#).0, 7);
+        for (plugin, ipam) in [("cistern-cni", "cistern-cni"), ("cistern-cni", "host-local"), ("bridge", "cistern-cni")] {
+            let text =
+                format!(r#"{{"cniVersion":"1.0.0","name":"n","type":"{plugin}","ipam":{{"type":"{ipam}"}}}}"#);
+            let (number, message) = code(&text);
+            assert_eq!(number, 2, "{text}");
+            assert!(message.contains(ipam), "{message}");
+        }
+        assert_eq!(refused(r#"{"cniVersion":"1.0.0","name":"n","type":"cistern-cni","ipam":{},"others":1}"#), Ok(()));
+    }
+
+    #[test]
+    fn a_result_has_the_form_of_its_version() {
+        let attached = Attached {
+            host: ("cst1".into(), "0a:00:00:00:00:01".into()),
+            pod: ("eth0".into(), "0a:00:00:00:00:02".into()),
+            netns: "/run/netns/p".into(),
+            mtu: 1400,
+            address: "10.244.1.5".parse().unwrap(),
+            router: "10.244.1.1".parse().unwrap(),
+            dns: None,
+        };
+        let json = |version| serde_json::to_value(attached.result(version)).unwrap();
+        let old = json(Version::V0_3_1);
+        assert_eq!(old["ips"][0]["version"], "4");
+        assert_eq!(old["interfaces"][1].get("mtu"), None);
+        let new = json(Version::V1_1_0);
+        assert_eq!(new["ips"][0].get("version"), None);
+        assert_eq!(new["interfaces"][1]["mtu"], 1400);
+        assert_eq!(new["ips"][0]["address"], "10.244.1.5/32");
+        assert_eq!(new["ips"][0]["interface"], 1);
+        assert_eq!(new["routes"][0]["dst"], "0.0.0.0/0");
+        assert_eq!(new["interfaces"][0].get("sandbox"), None);
+    }
+}

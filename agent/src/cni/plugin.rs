@@ -1,0 +1,389 @@
+//! The verbs.
+
+use super::deletion_queue::{DeletionQueue, QUEUE_DIR, QueuedDel};
+use super::interface::{self, Ends, Pair, mac_text};
+use crate::api::client::{Client, ClientError};
+use crate::api::types::{
+    AddRequest, AddResponse, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse, GcRequest, GcResponse,
+    PodRef, SOCKET_PATH,
+};
+use crate::netlink::NetlinkError;
+use cistern_core::cni::plan::{DEL, Step, Undo, undo_after};
+use cistern_core::cni::spec::{
+    AddResult, Attached, Call, Code, Failure, NetConf, VERSIONS, Verb, Version, VersionResult, verb,
+};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// A runtime waits minutes for an ADD; an agent that does not answer in this time is stuck.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Runs the plugin on this process's environment and standard streams. Whatever happens, what is printed is JSON as the
+/// specification says, unless nobody but a person called.
+#[must_use]
+pub fn main() -> ExitCode {
+    let variable = |name: &str| std::env::var(name).ok();
+    let Some(command) = variable("CNI_COMMAND") else {
+        println!(
+            "cistern-cni {}: the CNI plugin of Cistern, versions {}. A container runtime calls it, with CNI_COMMAND and \
+             the network configuration on standard input.",
+            env!("CARGO_PKG_VERSION"),
+            VERSIONS.join(", ")
+        );
+        return ExitCode::SUCCESS;
+    };
+    let mut stdin = Vec::new();
+    let read = std::io::stdin().lock().read_to_end(&mut stdin);
+    let mut version = Version::NEWEST;
+    let outcome = match read {
+        Ok(_) => run(&command, &stdin, &variable, &mut version),
+        Err(error) => Err(Failure::new(Code::Io, format!("standard input cannot be read: {error}"))),
+    };
+    let (text, code) = match outcome {
+        Ok(text) => (text, ExitCode::SUCCESS),
+        Err(failure) => {
+            eprintln!("cistern-cni {command}: {failure}");
+            (encode(&failure.object(version)).unwrap_or_default(), ExitCode::FAILURE)
+        }
+    };
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Ok(()) => code,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+fn encode<T: serde::Serialize>(value: &T) -> Result<String, Failure> {
+    serde_json::to_string(value).map_err(|error| Failure::new(Code::Io, format!("result: {error}")))
+}
+
+/// Carries out one call and answers what to print. `version` is set as soon as it is known.
+fn run(
+    command: &str,
+    stdin: &[u8],
+    variable: &impl Fn(&str) -> Option<String>,
+    version: &mut Version,
+) -> Result<String, Failure> {
+    let verb = verb(command)?;
+    let conf = NetConf::parse(stdin)?;
+    if verb == Verb::Version {
+        return encode(&VersionResult { cni_version: conf.cni_version, supported_versions: VERSIONS });
+    }
+    *version = conf.version()?;
+    let since = match verb {
+        Verb::Check => Version::V0_4_0,
+        Verb::Status | Verb::Gc => Version::V1_1_0,
+        Verb::Add | Verb::Del | Verb::Version => Version::V0_3_1,
+    };
+    if *version < since {
+        let message = format!("{verb} belongs to CNI {} and later; cniVersion is {}", since.name(), version.name());
+        return Err(Failure::new(Code::Version, message));
+    }
+    match verb {
+        Verb::Add => {
+            conf.validate()?;
+            let call = Call::parse(verb, variable)?;
+            encode(&Attachment::new(conf, call).add(*version)?)
+        }
+        Verb::Del => {
+            let call = Call::parse(verb, variable)?;
+            Attachment::new(conf, call).del()?;
+            Ok(String::new())
+        }
+        Verb::Check => {
+            conf.validate()?;
+            let call = Call::parse(verb, variable)?;
+            Attachment::new(conf, call).check()?;
+            Ok(String::new())
+        }
+        Verb::Status => status(&conf).map(|()| String::new()),
+        Verb::Gc => gc(&conf).map(|()| String::new()),
+        Verb::Version => Ok(String::new()),
+    }
+}
+
+fn client(conf: &NetConf) -> Client {
+    let socket = conf.socket_path.clone().unwrap_or_else(|| SOCKET_PATH.to_owned());
+    Client::new(PathBuf::from(socket)).with_timeout(AGENT_TIMEOUT)
+}
+
+/// The agent's answer as the runtime gets it.
+fn agent_failure(error: &ClientError) -> Failure {
+    let code = match error {
+        _ if error.is_retryable() => Code::TryAgainLater,
+        ClientError::Refused { .. } => Code::Agent,
+        _ => Code::Decode,
+    };
+    Failure::new(code, error.to_string())
+}
+
+fn kernel_failure(error: &NetlinkError) -> Failure {
+    let code = match error {
+        NetlinkError::Namespace { .. } => Code::UnknownContainer,
+        _ => Code::Kernel,
+    };
+    Failure::new(code, error.to_string())
+}
+
+/// STATUS (`ipam` decision 6): an agent that is away for a restart is no reason to take the node out of service; one
+/// that says that it cannot serve is.
+fn status(conf: &NetConf) -> Result<(), Failure> {
+    let mut client = client(conf);
+    match client.health() {
+        Ok(health) if health.ready => Ok(()),
+        Ok(health) => {
+            let message = format!("the Cistern agent cannot serve pods: {}", health.reasons.join("; "));
+            Err(Failure::new(Code::NotAvailable, message))
+        }
+        // The marker of an agent that has served since the boot: it is away, and will be back.
+        Err(error) if error.is_retryable() && served_before(client.socket()) => Ok(()),
+        Err(error) => Err(Failure::new(Code::NotAvailable, error.to_string())),
+    }
+}
+
+/// How long an agent may be away without the node being reported as unable to serve.
+const AWAY: Duration = Duration::from_secs(300);
+
+fn served_before(socket: &Path) -> bool {
+    let Some(directory) = socket.parent() else { return false };
+    let marker = directory.join("served");
+    std::fs::metadata(marker)
+        .and_then(|metadata| metadata.modified())
+        .ok()
+        .and_then(|modified| modified.elapsed().ok())
+        .is_some_and(|age| age < AWAY)
+}
+
+fn gc(conf: &NetConf) -> Result<(), Failure> {
+    let valid = conf
+        .valid()?
+        .iter()
+        .map(|attachment| DelRequest {
+            container_id: attachment.container_id.clone(),
+            ifname: attachment.ifname.clone(),
+        })
+        .collect();
+    let mut client = client(conf);
+    let released: GcResponse =
+        client.post("/v1/cni/gc", &GcRequest { valid }).map_err(|error| agent_failure(&error))?;
+    let mut errors = Vec::new();
+    for attachment in released.released {
+        if let Err(error) = interface::remove(&Pair::of(&attachment.container_id, &attachment.ifname)) {
+            errors.push(error.to_string());
+        }
+    }
+    if errors.is_empty() { Ok(()) } else { Err(Failure::new(Code::Kernel, errors.join("; "))) }
+}
+
+/// One interface of one container.
+struct Attachment {
+    conf: NetConf,
+    call: Call,
+    pair: Pair,
+    client: Client,
+    started: jiff::Timestamp,
+}
+
+/// What ADD knows by now.
+#[derive(Default)]
+struct Progress {
+    ends: Option<Ends>,
+    lease: Option<AddResponse>,
+    /// Indexes of the host's and the pod's side.
+    indexes: Option<(u32, u32)>,
+}
+
+impl Attachment {
+    fn new(conf: NetConf, call: Call) -> Self {
+        let pair = Pair::of(&call.container_id, &call.ifname);
+        let client = client(&conf);
+        Self { conf, call, pair, client, started: jiff::Timestamp::now() }
+    }
+
+    fn add(mut self, version: Version) -> Result<AddResult, Failure> {
+        if self.conf.prev_result.as_ref().is_some_and(|result| !result.is_null()) {
+            let message = "prevResult: present; expected none, since cistern-cni makes the interface and comes first";
+            return Err(Failure::new(Code::UnsupportedField, message));
+        }
+        let mut progress = Progress::default();
+        // Nothing is asked of the agent for a namespace that is not there.
+        let ends = Ends::open(&self.call.netns).map_err(|error| {
+            kernel_failure(&error).with_details(format!("CNI_NETNS: {:?}; nothing was changed", self.call.netns))
+        })?;
+        if ends.is_host().map_err(|error| kernel_failure(&error))? {
+            let message = format!("CNI_NETNS: {:?} is the node's own network namespace; expected a pod's", self.call.netns);
+            return Err(Failure::new(Code::Environment, message));
+        }
+        progress.ends = Some(ends);
+        for step in cistern_core::cni::plan::ADD {
+            if let Err(failure) = self.step(step, &mut progress) {
+                return Err(self.undone(step, failure, &progress));
+            }
+        }
+        let (Some(lease), mtu) = (&progress.lease, self.mtu(&progress)) else {
+            return Err(Failure::new(Code::Agent, "no lease after every step"));
+        };
+        let attached = Attached {
+            host: (self.pair.host.clone(), mac_text(self.pair.host_mac)),
+            pod: (self.call.ifname.clone(), mac_text(self.pair.pod_mac)),
+            netns: self.call.netns.clone(),
+            mtu,
+            address: lease.address,
+            router: lease.router,
+            dns: self.conf.dns.take(),
+        };
+        Ok(attached.result(version))
+    }
+
+    fn mtu(&self, progress: &Progress) -> u32 {
+        self.conf.mtu.or(progress.lease.as_ref().map(|lease| lease.mtu)).unwrap_or_default()
+    }
+
+    fn step(&mut self, step: Step, progress: &mut Progress) -> Result<(), Failure> {
+        let mtu = self.mtu(progress);
+        let Progress { ends, lease, indexes } = progress;
+        let kernel = |outcome: Result<(), NetlinkError>| outcome.map_err(|error| kernel_failure(&error));
+        match (step, ends, lease, indexes) {
+            (Step::Lease, _, lease, _) => {
+                *lease = Some(self.lease()?);
+                Ok(())
+            }
+            (Step::RemoveStale, Some(ends), ..) => kernel(ends.remove_stale(&self.pair, &self.call.ifname)),
+            (Step::MakePair, Some(ends), _, indexes) => {
+                let made = ends.make(&self.pair, &self.call.ifname, mtu).map_err(|error| kernel_failure(&error))?;
+                *indexes = Some(made);
+                Ok(())
+            }
+            (Step::SetUpPod, Some(ends), Some(lease), Some((_, pod))) => {
+                kernel(ends.set_up_pod(&self.pair, *pod, lease.address, lease.router))
+            }
+            (Step::SetUpHost, Some(ends), Some(lease), Some((host, _))) => {
+                kernel(ends.set_up_host(&self.pair, *host, lease.address, lease.router))
+            }
+            (Step::Confirm, _, Some(lease), Some((host, _))) => {
+                let request = ConfirmRequest {
+                    container_id: self.call.container_id.clone(),
+                    ifname: self.call.ifname.clone(),
+                    generation: lease.generation,
+                    host_ifname: self.pair.host.clone(),
+                    host_ifindex: *host,
+                    mac: mac_text(self.pair.pod_mac),
+                };
+                self.client.post::<_, ()>("/v1/cni/confirm", &request).map_err(|error| agent_failure(&error))
+            }
+            _ => Err(Failure::new(Code::Agent, format!("step {step:?} came before what it needs"))),
+        }
+    }
+
+    fn lease(&mut self) -> Result<AddResponse, Failure> {
+        let pod = self.call.pod().map(|(namespace, name, uid)| PodRef { namespace, name, uid });
+        let request = AddRequest {
+            container_id: self.call.container_id.clone(),
+            ifname: self.call.ifname.clone(),
+            netns: self.call.netns.clone(),
+            pod,
+            started: Some(self.started),
+        };
+        self.client.post("/v1/cni/add", &request).map_err(|error| {
+            agent_failure(&error).with_details("no address was given; pods that run are not affected")
+        })
+    }
+
+    /// Takes back what the steps before `step` did. What cannot be taken back is in the details, and ends by itself: a
+    /// lease that nobody confirms expires, and the next ADD removes the device.
+    fn undone(&mut self, step: Step, failure: Failure, progress: &Progress) -> Failure {
+        // An agent that answered nothing, or refused, holds no lease for this ADD.
+        let undo = if step == Step::Lease && progress.lease.is_none() { Vec::new() } else { undo_after(step) };
+        let errors: Vec<String> = undo.into_iter().filter_map(|undo| self.undo(undo).err()).map(|f| f.message).collect();
+        if errors.is_empty() {
+            return failure;
+        }
+        let details = format!("{}; not taken back: {}", failure.details, errors.join("; "));
+        failure.with_details(details.trim_start_matches("; ").to_owned())
+    }
+
+    fn undo(&mut self, undo: Undo) -> Result<(), Failure> {
+        match undo {
+            Undo::RemovePair => interface::remove(&self.pair).map_err(|error| kernel_failure(&error)),
+            Undo::Release => {
+                let request = self.del_request();
+                let released = self.client.post::<_, DelResponse>("/v1/cni/del", &request);
+                released.map(|_| ()).map_err(|error| agent_failure(&error))
+            }
+        }
+    }
+
+    fn del_request(&self) -> DelRequest {
+        DelRequest { container_id: self.call.container_id.clone(), ifname: self.call.ifname.clone() }
+    }
+
+    /// Runs every step and tells every failure. Without agent the release waits on disk.
+    fn del(mut self) -> Result<(), Failure> {
+        let mut failures = Vec::new();
+        for undo in DEL {
+            match self.undo(undo) {
+                Ok(()) => {}
+                Err(failure) if undo == Undo::Release && failure.code == Code::TryAgainLater => {
+                    if let Err(failure) = self.queue() {
+                        failures.push(failure);
+                    }
+                }
+                Err(failure) => failures.push(failure),
+            }
+        }
+        let mut failures = failures.into_iter();
+        let Some(first) = failures.next() else { return Ok(()) };
+        let rest: Vec<String> = failures.map(|failure| failure.message).collect();
+        Err(first.with_details(rest.join("; ")))
+    }
+
+    /// Leaves the DEL for the agent's return. With the lock in hand the agent is asked once more: it may have come back
+    /// and read the queue in between.
+    fn queue(&mut self) -> Result<(), Failure> {
+        let directory = PathBuf::from(self.conf.queue_dir.clone().unwrap_or_else(|| QUEUE_DIR.to_owned()));
+        let later = |error: &dyn std::fmt::Display| {
+            Failure::new(Code::TryAgainLater, format!("DEL cannot be kept for the agent's return: {error}"))
+        };
+        let queue = DeletionQueue::open_shared(&directory).map_err(|error| later(&error))?;
+        if self.undo(Undo::Release).is_ok() {
+            return Ok(());
+        }
+        let del = QueuedDel {
+            queued: self.started,
+            container_id: self.call.container_id.clone(),
+            ifname: self.call.ifname.clone(),
+        };
+        queue.push(&del).map_err(|error| later(&error))
+    }
+
+    fn check(mut self) -> Result<(), Failure> {
+        let request =
+            CheckRequest { container_id: self.call.container_id.clone(), ifname: self.call.ifname.clone() };
+        let held: CheckResponse = match self.client.post("/v1/cni/check", &request) {
+            Ok(held) => held,
+            Err(ClientError::Refused { status: 404, error, .. }) => {
+                return Err(Failure::new(Code::UnknownContainer, error.message));
+            }
+            Err(error) => return Err(agent_failure(&error)),
+        };
+        let mut differences = Vec::new();
+        if let Some(result) = self.conf.prev_result.take() {
+            let previous: AddResult = serde_json::from_value(result)
+                .map_err(|error| Failure::new(Code::Decode, format!("prevResult cannot be read: {error}")))?;
+            let address = std::net::IpAddr::V4(held.address);
+            if !previous.ips.iter().any(|ip| ip.address.addr() == address) {
+                differences.push(format!("prevResult does not name {address}, which the agent holds for this interface"));
+            }
+        }
+        let mut ends = Ends::open(&self.call.netns).map_err(|error| kernel_failure(&error))?;
+        let found = ends
+            .differences(&self.pair, &self.call.ifname, held.address, held.router)
+            .map_err(|error| kernel_failure(&error))?;
+        differences.extend(found);
+        if held.host_ifname.is_none() {
+            differences.push("the agent holds a lease that was never confirmed".to_owned());
+        }
+        if differences.is_empty() { Ok(()) } else { Err(Failure::new(Code::Difference, differences.join("; "))) }
+    }
+}
