@@ -36,7 +36,12 @@ use std::collections::BTreeMap;
         description = "Address of the node in the cluster's network",
         json_path = r#".spec.addresses[?(@.type=="InternalIP")].ip"#
     ),
-    printcolumn(name = "PodCIDRs", type_ = "string", description = "Blocks the node gives addresses from", json_path = ".spec.ipam.podCIDRs"),
+    printcolumn(
+        name = "PodCIDRs",
+        type_ = "string",
+        description = "Blocks the node gives addresses from",
+        json_path = ".spec.ipam.podCIDRs"
+    ),
     printcolumn(
         name = "Error",
         type_ = "string",
@@ -44,7 +49,12 @@ use std::collections::BTreeMap;
         json_path = ".status.ipam.operator-status.error",
         priority = "1"
     ),
-    printcolumn(name = "Age", type_ = "date", description = "Time since the object was made", json_path = ".metadata.creationTimestamp")
+    printcolumn(
+        name = "Age",
+        type_ = "date",
+        description = "Time since the object was made",
+        json_path = ".metadata.creationTimestamp"
+    )
 )]
 #[serde(rename_all = "kebab-case")]
 pub struct CiliumNodeSpec {

@@ -11,9 +11,9 @@
 mod cilium_node;
 
 pub use cilium_node::{
-    AllocationIp, AzureAddress, AzureInterface, AzureSpec, AzureStatus, AzureSubnet, CiliumNode, CiliumNodeSpec, CiliumNodeStatus,
-    EncryptionSpec, EndpointAddresses, IpamDemand, IpamPoolAllocation, IpamPoolRequest, IpamPools, IpamSpec, IpamStatus, NodeAddress,
-    OperatorStatus, PodCidrState, PodCidrStatus, ReleaseState,
+    AllocationIp, AzureAddress, AzureInterface, AzureSpec, AzureStatus, AzureSubnet, CiliumNode, CiliumNodeSpec,
+    CiliumNodeStatus, EncryptionSpec, EndpointAddresses, IpamDemand, IpamPoolAllocation, IpamPoolRequest, IpamPools,
+    IpamSpec, IpamStatus, NodeAddress, OperatorStatus, PodCidrState, PodCidrStatus, ReleaseState,
 };
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;

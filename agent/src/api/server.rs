@@ -120,9 +120,8 @@ where
 type Answer<T> = Result<Json<T>, Failure>;
 
 fn query(parsed: Result<Query<IpamQuery>, QueryRejection>, headers: &HeaderMap) -> Result<IpamQuery, Failure> {
-    let Query(mut query) = parsed.map_err(|rejection| {
-        Failure::permanent(rejection.status().as_u16(), "bad-request", rejection.body_text())
-    })?;
+    let Query(mut query) = parsed
+        .map_err(|rejection| Failure::permanent(rejection.status().as_u16(), "bad-request", rejection.body_text()))?;
     // Cilium's client sends this one as a header, its documentation shows a query parameter.
     if headers.get("expiration").is_some_and(|value| value.as_bytes() == b"true") {
         query.expiration = true;
@@ -133,31 +132,45 @@ fn query(parsed: Result<Query<IpamQuery>, QueryRejection>, headers: &HeaderMap) 
 /// The routes, over whatever answers them.
 pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
     Router::new()
-        .route("/v1/cni/add", post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<AddResponse> {
-            api.add(body).await.map(Json)
-        }))
-        .route("/v1/cni/confirm", post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<()> {
-            api.confirm(body).await.map(Json)
-        }))
-        .route("/v1/cni/del", post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<DelResponse> {
-            api.del(body).await.map(Json)
-        }))
-        .route("/v1/cni/check", post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<CheckResponse> {
-            api.check(body).await.map(Json)
-        }))
+        .route(
+            "/v1/cni/add",
+            post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<AddResponse> {
+                api.add(body).await.map(Json)
+            }),
+        )
+        .route(
+            "/v1/cni/confirm",
+            post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<()> { api.confirm(body).await.map(Json) }),
+        )
+        .route(
+            "/v1/cni/del",
+            post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<DelResponse> {
+                api.del(body).await.map(Json)
+            }),
+        )
+        .route(
+            "/v1/cni/check",
+            post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<CheckResponse> {
+                api.check(body).await.map(Json)
+            }),
+        )
         .route(
             "/v1/ipam",
-            post(async |State(api): State<Arc<A>>, headers: HeaderMap, parsed: Result<Query<IpamQuery>, QueryRejection>| {
-                let answer = match query(parsed, &headers) {
-                    Ok(query) => api.allocate(query).await,
-                    Err(failure) => Err(failure),
-                };
-                match answer {
-                    Ok(body) => (StatusCode::CREATED, Json(body)).into_response(),
-                    // The peer answers every allocation failure so, and its plugin shows the string (`ipam` 5.1).
-                    Err(failure) => (StatusCode::BAD_GATEWAY, Json(failure.error.message)).into_response(),
-                }
-            }),
+            post(
+                async |State(api): State<Arc<A>>,
+                       headers: HeaderMap,
+                       parsed: Result<Query<IpamQuery>, QueryRejection>| {
+                    let answer = match query(parsed, &headers) {
+                        Ok(query) => api.allocate(query).await,
+                        Err(failure) => Err(failure),
+                    };
+                    match answer {
+                        Ok(body) => (StatusCode::CREATED, Json(body)).into_response(),
+                        // The peer answers every allocation failure so, and its plugin shows the string (`ipam` 5.1).
+                        Err(failure) => (StatusCode::BAD_GATEWAY, Json(failure.error.message)).into_response(),
+                    }
+                },
+            ),
         )
         .route(
             "/v1/ipam/{ip}",
@@ -176,12 +189,18 @@ pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
                        -> Answer<()> { api.release_ip(ip, query(parsed, &headers)?).await.map(Json) },
             ),
         )
-        .route("/v1/ip", get(async |State(api): State<Arc<A>>| -> Answer<Vec<IpReport>> { api.addresses().await.map(Json) }))
-        .route("/v1/healthz", get(async |State(api): State<Arc<A>>| {
-            let health = api.health().await;
-            let status = if health.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-            (status, Json(health))
-        }))
+        .route(
+            "/v1/ip",
+            get(async |State(api): State<Arc<A>>| -> Answer<Vec<IpReport>> { api.addresses().await.map(Json) }),
+        )
+        .route(
+            "/v1/healthz",
+            get(async |State(api): State<Arc<A>>| {
+                let health = api.health().await;
+                let status = if health.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+                (status, Json(health))
+            }),
+        )
         .route("/v1/status", get(async |State(api): State<Arc<A>>| Json(api.status().await)))
         .route(
             "/v1/bpf/{name}",

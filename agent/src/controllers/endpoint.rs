@@ -8,7 +8,7 @@ use crate::tables::rows::{NetworkRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table};
 use cistern_core::ip::Family;
 use cistern_core::ipam::lease::{
-    AddError, AddRequest, Attachment, Change, ConfirmError, ExpirationIds, Exclusion, Granted, Interface, LeaseState,
+    AddError, AddRequest, Attachment, Change, ConfirmError, Exclusion, ExpirationIds, Granted, Interface, LeaseState,
     Leases, Network, Outcome, OwnerError, OwnerLease, OwnerRequest, PodLease, Record, Restored, Row, Timings,
 };
 use cistern_core::ipam::node::pod_cidr::{Addresses, Usage};
@@ -443,11 +443,8 @@ impl Task {
                 let _ = reply.send(self.durable(outcome).and_then(|answer| Ok(answer?)));
             }
             Command::View(reply) => {
-                let view = View {
-                    rows: self.leases.snapshot(),
-                    usage: self.leases.usage(),
-                    router: self.leases.router(),
-                };
+                let view =
+                    View { rows: self.leases.snapshot(), usage: self.leases.usage(), router: self.leases.router() };
                 let _ = reply.send(Ok(view));
             }
         }

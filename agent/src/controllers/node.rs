@@ -64,7 +64,8 @@ fn plan(
 
 /// The first IPv4 address of the device that the default route leaves by, else of the first device that has one.
 fn default_address(network: &NetworkRow) -> Option<Ipv4Addr> {
-    let by_route = network.routes.iter().find(|route| route.destination.prefix_len() == 0).and_then(|route| route.ifindex);
+    let by_route =
+        network.routes.iter().find(|route| route.destination.prefix_len() == 0).and_then(|route| route.ifindex);
     let address = |ifindex: &u32| {
         network.links.get(ifindex).filter(|link| !link.loopback).and_then(|link| {
             link.addresses.iter().find_map(|net| match net {

@@ -34,7 +34,12 @@ fn peer(row: &CiliumNodeRow) -> PeerRow {
             })
             .collect::<Vec<Ipv4Addr>>(),
         router: row.ipv4("CiliumInternalIP"),
-        pod_cidrs: row.pod_cidrs.iter().filter_map(|text| text.parse::<Ipv4Net>().ok()).map(|net| net.trunc()).collect(),
+        pod_cidrs: row
+            .pod_cidrs
+            .iter()
+            .filter_map(|text| text.parse::<Ipv4Net>().ok())
+            .map(|net| net.trunc())
+            .collect(),
     }
 }
 

@@ -44,10 +44,7 @@ fn addresses(addresses: &[NodeAddress]) -> Value {
 }
 
 fn owner_references(owner: Option<&(String, String)>) -> Value {
-    owner
-        .map(|(name, uid)| json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid}))
-        .into_iter()
-        .collect()
+    owner.map(|(name, uid)| json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid})).into_iter().collect()
 }
 
 impl Operations for OwnNode {
@@ -191,8 +188,9 @@ impl Operations for PodCidrs {
 
     async fn observe(&mut self) -> Result<BTreeMap<String, CiliumNodeIpam>, KubernetesError> {
         let snapshot = self.seen.synced().await;
-        self.written
-            .retain(|name, written| snapshot.rows.get(name).is_some_and(|row| row.resource_version == written.replaced));
+        self.written.retain(|name, written| {
+            snapshot.rows.get(name).is_some_and(|row| row.resource_version == written.replaced)
+        });
         Ok(snapshot
             .rows
             .iter()

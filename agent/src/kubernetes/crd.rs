@@ -42,12 +42,7 @@ async fn established(api: &Api<CustomResourceDefinition>, name: &str) -> Result<
         }
         tokio::time::sleep(POLL).await;
     }
-    Err(KubernetesError::Timeout {
-        verb: "establish",
-        kind: KIND,
-        name: name.to_owned(),
-        timeout: POLL * TRIES,
-    })
+    Err(KubernetesError::Timeout { verb: "establish", kind: KIND, name: name.to_owned(), timeout: POLL * TRIES })
 }
 
 const POLL: Duration = Duration::from_millis(200);

@@ -1,1 +1,40 @@
-//! netlink
+//! Links, addresses, routes and neighbours of the kernel, by rtnetlink (`man 7 rtnetlink`).
+//!
+//! One synchronous [`Handle`] serves the agent and the CNI plugin: a call is one `send` and one `recv` on a socket that
+//! the kernel answers at once, microseconds in all, so there is nothing to wait for. The agent calls it from a blocking
+//! context; the plugin has no async runtime.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`link`] `address` `route` `neighbour` | build [`Request`]s, and read what is there |
+//! | [`monitor`] | publishes the node's network whenever it changes |
+//! | [`namespace`] | network namespaces: open, compare, run code inside |
+//!
+//! A change is a [`Request`] value. Several of them travel in one message and are carried out in order:
+//!
+//! ```no_run
+//! use cistern::netlink::{Handle, link, route};
+//! # fn main() -> Result<(), cistern::netlink::NetlinkError> {
+//! let mut handle = Handle::open()?;
+//! if let Some(device) = handle.link_by_name("eth0")? {
+//!     let to_node = route::Route::via("10.244.2.0/24".parse().unwrap(), "192.0.2.2".parse().unwrap(), device.index);
+//!     handle.apply(&[link::up(device.index), route::replace(&to_node)])?;
+//! }
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod address;
+mod error;
+mod handle;
+pub mod link;
+pub mod monitor;
+pub mod namespace;
+pub mod neighbour;
+pub mod route;
+
+pub use error::NetlinkError;
+pub use handle::{Handle, Request};
+
+/// An Ethernet address.
+pub type Mac = [u8; 6];

@@ -27,11 +27,7 @@ pub trait Operations: Send {
     type Error: std::error::Error + Classify + Send;
 
     /// Makes the target hold `value` under `key`.
-    fn update(
-        &mut self,
-        key: &Self::Key,
-        value: &Self::Value,
-    ) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    fn update(&mut self, key: &Self::Key, value: &Self::Value) -> impl Future<Output = Result<(), Self::Error>> + Send;
 
     /// Makes the target hold nothing under `key`.
     fn delete(&mut self, key: &Self::Key) -> impl Future<Output = Result<(), Self::Error>> + Send;

@@ -222,9 +222,7 @@ impl<O: Operations> Loop<O> {
         let at = delay.map(|delay| Instant::now() + delay);
         self.retries.insert(key.clone(), Retry { attempts, at, tried: tried.cloned() });
         let next_try = delay.and_then(|delay| self.clock.now().checked_add(delay).ok());
-        self.status
-            .failing
-            .insert(format!("{key:?}"), RowStatus { error: error.to_string(), attempts, next_try });
+        self.status.failing.insert(format!("{key:?}"), RowStatus { error: error.to_string(), attempts, next_try });
     }
 
     fn delay(&self, attempts: u32) -> Duration {

@@ -104,11 +104,7 @@ impl StateDir {
 }
 
 fn make_dir(path: &Path) -> Result<(), StateError> {
-    std::fs::create_dir_all(path).map_err(|source| StateError::Io {
-        action: "create",
-        path: path.to_owned(),
-        source,
-    })
+    std::fs::create_dir_all(path).map_err(|source| StateError::Io { action: "create", path: path.to_owned(), source })
 }
 
 fn read_or_set_aside<T: DeserializeOwned>(path: &Path) -> Result<(Option<T>, Option<SetAside>), StateError> {
@@ -143,8 +139,7 @@ fn set_aside(path: &Path, reason: String) -> Result<SetAside, StateError> {
 }
 
 fn write_renamed<T: Serialize>(path: &Path, value: &T) -> Result<(), StateError> {
-    let bytes =
-        serde_json::to_vec(value).map_err(|source| StateError::Encode { path: path.to_owned(), source })?;
+    let bytes = serde_json::to_vec(value).map_err(|source| StateError::Encode { path: path.to_owned(), source })?;
     let temporary = path.with_extension("new");
     let io = |action: &'static str, path: &Path| {
         let path = path.to_owned();

@@ -376,7 +376,9 @@ pub struct Network {
 pub enum Finding {
     /// Two records named one address; the younger lease is the truth, since an address is given anew only when it
     /// was given back.
-    #[error("{address}: the records name two holders, {kept} and {dropped}; the lease of {kept} is the younger and is kept")]
+    #[error(
+        "{address}: the records name two holders, {kept} and {dropped}; the lease of {kept} is the younger and is kept"
+    )]
     TwoHolders {
         /// The address.
         address: IpAddr,
@@ -406,7 +408,9 @@ pub enum Finding {
         holder: String,
     },
     /// A configured router address lies inside the pod CIDR.
-    #[error("configured router address {address} is inside the pod CIDR {net}; it is used as it is and given to no pod")]
+    #[error(
+        "configured router address {address} is inside the pod CIDR {net}; it is used as it is and given to no pod"
+    )]
     RouterInsidePodCidr {
         /// The router address.
         address: IpAddr,
@@ -465,7 +469,9 @@ pub struct Granted {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddError {
     /// No pod CIDR yet.
-    #[error("this node has no pod CIDR yet; addresses are given as soon as its CiliumNode lists one in spec.ipam.podCIDRs")]
+    #[error(
+        "this node has no pod CIDR yet; addresses are given as soon as its CiliumNode lists one in spec.ipam.podCIDRs"
+    )]
     WaitingForPodCidr,
     /// The caller said [`Leases::hold_back`].
     #[error("no new address is given: {reason}")]
@@ -907,7 +913,9 @@ impl Leases {
         }
         let address = match chosen {
             Some(address) => Ok(address),
-            None => pool.allocate_next(ROUTER, now, draw).and_then(|address| pool.undo(address, ROUTER).map(|()| address)),
+            None => {
+                pool.allocate_next(ROUTER, now, draw).and_then(|address| pool.undo(address, ROUTER).map(|()| address))
+            }
         };
         let address = match address {
             Ok(address) => address,
@@ -1093,7 +1101,8 @@ impl Leases {
                 current: lease.generation,
             }),
             Some(lease) => {
-                let same = matches!(&lease.state, LeaseState::Confirmed { interface: known, .. } if *known == interface);
+                let same =
+                    matches!(&lease.state, LeaseState::Confirmed { interface: known, .. } if *known == interface);
                 if !same {
                     lease.state = LeaseState::Confirmed { since: now, interface };
                     changes.push(Change::Put(Record::Pod(lease.clone())));
@@ -1110,11 +1119,8 @@ impl Leases {
         let mut changes = self.expire(now);
         let answer = self.end_pod(attachment, now, &mut changes);
         if answer.is_none() {
-            let tombstone = Tombstone {
-                attachment: attachment.clone(),
-                since: now,
-                until: later(now, self.timings.tombstone),
-            };
+            let tombstone =
+                Tombstone { attachment: attachment.clone(), since: now, until: later(now, self.timings.tombstone) };
             changes.push(Change::Put(Record::Tombstone(tombstone.clone())));
             self.tombstones.insert(attachment.clone(), tombstone);
         }
@@ -1343,9 +1349,12 @@ impl Leases {
         let mut rows = Vec::new();
         for lease in self.pods.values() {
             let (state, since, until, why) = match &lease.state {
-                LeaseState::Provisional { since, expires } => {
-                    (RowState::Provisional, *since, Some(*expires), "given; its interface is not confirmed yet".to_owned())
-                }
+                LeaseState::Provisional { since, expires } => (
+                    RowState::Provisional,
+                    *since,
+                    Some(*expires),
+                    "given; its interface is not confirmed yet".to_owned(),
+                ),
                 LeaseState::Confirmed { since, interface } => {
                     (RowState::Confirmed, *since, None, format!("in use behind {}", interface.host_ifname))
                 }
@@ -1448,7 +1457,8 @@ impl Leases {
                 return;
             }
         }
-        let quarantine = Quarantine { pool: pool.to_owned(), address, generation, last_holder: holder, since: now, until };
+        let quarantine =
+            Quarantine { pool: pool.to_owned(), address, generation, last_holder: holder, since: now, until };
         changes.push(Change::Put(Record::Quarantine(quarantine.clone())));
         self.resting.insert(address, quarantine);
     }
