@@ -103,16 +103,11 @@ enum Failure {
 }
 
 impl Client {
-    /// A client for the agent that listens at `socket`. Connects at the first call.
+    /// A client for the agent that listens at `socket`, which waits `timeout` for each part of an answer. Connects at the
+    /// first call.
     #[must_use]
-    pub fn new(socket: impl Into<PathBuf>) -> Self {
-        Self { socket: socket.into(), timeout: TIMEOUT, connection: None }
-    }
-
-    /// With another time to wait for each part of an answer.
-    #[must_use]
-    pub fn with_timeout(self, timeout: Duration) -> Self {
-        Self { timeout, ..self }
+    pub fn new(socket: impl Into<PathBuf>, timeout: Duration) -> Self {
+        Self { socket: socket.into(), timeout, connection: None }
     }
 
     /// Where the agent is looked for.
@@ -393,7 +388,7 @@ mod tests {
         let ok = answer("200 OK", r#"{"released":"10.244.1.5"}"#);
         // The second connection is made because the agent closed the first one after two answers.
         let (_directory, path, server) = serve(vec![vec![ok.clone(), ok.clone()], vec![ok]]);
-        let mut client = Client::new(path);
+        let mut client = Client::new(path, TIMEOUT);
         for _ in 0..2 {
             assert_eq!(del(&mut client).unwrap().released, Some("10.244.1.5".parse().unwrap()));
         }
@@ -406,7 +401,7 @@ mod tests {
     fn a_refusal_carries_the_agents_words() {
         let body = r#"{"reason":"pool-exhausted","message":"no address left in 10.244.1.0/24","retryable":true}"#;
         let (_directory, path, _server) = serve(vec![vec![answer("503 Service Unavailable", body)]]);
-        let error = del(&mut Client::new(path)).unwrap_err();
+        let error = del(&mut Client::new(path, TIMEOUT)).unwrap_err();
         assert!(error.is_retryable() && !error.may_have_happened());
         assert_eq!(
             error.to_string(),
@@ -418,14 +413,14 @@ mod tests {
     fn nobody_there_is_told_apart_from_no_answer() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
-        assert!(matches!(del(&mut Client::new(&path)).unwrap_err(), ClientError::Unreachable { .. }));
+        assert!(matches!(del(&mut Client::new(&path, TIMEOUT)).unwrap_err(), ClientError::Unreachable { .. }));
         // What a killed agent leaves behind.
         drop(UnixListener::bind(&path).unwrap());
-        let error = del(&mut Client::new(&path)).unwrap_err();
+        let error = del(&mut Client::new(&path, TIMEOUT)).unwrap_err();
         assert!(matches!(error, ClientError::Unreachable { .. }) && error.is_retryable());
 
         let _listener = UnixListener::bind(directory.path().join("stuck.sock")).unwrap();
-        let mut client = Client::new(directory.path().join("stuck.sock")).with_timeout(Duration::from_millis(50));
+        let mut client = Client::new(directory.path().join("stuck.sock"), Duration::from_millis(50));
         let error = del(&mut client).unwrap_err();
         assert!(matches!(error, ClientError::Broken { .. }) && error.may_have_happened(), "{error}");
     }
@@ -441,7 +436,7 @@ mod tests {
             ("HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n".to_owned(), "99999999999 bytes"),
         ] {
             let (_directory, path, _server) = serve(vec![vec![bytes]]);
-            let error = del(&mut Client::new(path)).unwrap_err();
+            let error = del(&mut Client::new(path, TIMEOUT)).unwrap_err();
             assert!(matches!(error, ClientError::Malformed { .. }), "{error}");
             assert!(error.to_string().contains(expected), "{error}");
         }
@@ -451,6 +446,6 @@ mod tests {
     fn an_unhealthy_agent_says_why() {
         let body = r#"{"ready":false,"reasons":["waiting for podCIDRs"]}"#;
         let (_directory, path, _server) = serve(vec![vec![answer("503 Service Unavailable", body)]]);
-        assert_eq!(Client::new(path).health().unwrap().reasons, ["waiting for podCIDRs"]);
+        assert_eq!(Client::new(path, TIMEOUT).health().unwrap().reasons, ["waiting for podCIDRs"]);
     }
 }

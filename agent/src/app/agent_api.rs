@@ -4,8 +4,8 @@ use super::node_status::NodeStatus;
 use crate::api::server::{AgentApi, Failure, IpamQuery};
 use crate::api::types::{
     AddRequest, AddResponse, AddressPair, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
-    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, HostAddressing, HostFamily, IpReport, IpamAddress,
-    IpamResponse, Status,
+    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, HostAddressing, HostFamily,
+    IpReport, IpamAddress, IpamResponse, Status,
 };
 use crate::controllers::endpoint::{self, EndpointError, Endpoints};
 use cistern_core::ipam::lease::{

@@ -131,7 +131,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Ask {
     fn client(&self) -> Client {
-        Client::new(self.socket_path.clone()).with_timeout(TIMEOUT)
+        Client::new(self.socket_path.clone(), TIMEOUT)
     }
 
     fn show<T: serde::Serialize>(

@@ -165,8 +165,6 @@ pub(super) fn explanation(request: &ExplainMasqueradeRequest, answer: &ExplainMa
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-
     #[test]
     fn columns_are_as_wide_as_their_widest_cell() {
         let rows = serde_json::json!([

@@ -176,9 +176,11 @@ impl Ends {
                 if !addresses.iter().any(|found| found.net.addr() == IpAddr::V4(address)) {
                     found.push(format!("the pod's interface {ifname} has no address {address}"));
                 }
-                let default = self.pod.routes(None)?.into_iter().any(|route| {
-                    route.destination.prefix_len() == 0 && route.gateway == Some(IpAddr::V4(router))
-                });
+                let default = self
+                    .pod
+                    .routes(None)?
+                    .into_iter()
+                    .any(|route| route.destination.prefix_len() == 0 && route.gateway == Some(IpAddr::V4(router)));
                 if !default {
                     found.push(format!("the pod has no default route via {router}"));
                 }
@@ -204,7 +206,6 @@ fn ignore_missing(outcome: Result<(), NetlinkError>) -> Result<(), NetlinkError>
 pub(super) fn remove(pair: &Pair) -> Result<(), NetlinkError> {
     ignore_missing(Handle::open()?.apply(&[link::delete_by_name(&pair.host)]))
 }
-
 
 #[cfg(test)]
 mod tests {

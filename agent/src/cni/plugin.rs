@@ -4,8 +4,8 @@ use super::deletion_queue::{DeletionQueue, QUEUE_DIR, QueuedDel};
 use super::interface::{self, Ends, Pair, mac_text};
 use crate::api::client::{Client, ClientError};
 use crate::api::types::{
-    AddRequest, AddResponse, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse, GcRequest, GcResponse,
-    PodRef, SOCKET_PATH,
+    AddRequest, AddResponse, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse, GcRequest,
+    GcResponse, PodRef, SOCKET_PATH,
 };
 use crate::netlink::NetlinkError;
 use cistern_core::cni::plan::{DEL, Step, Undo, undo_after};
@@ -105,7 +105,7 @@ fn run(
 
 fn client(conf: &NetConf) -> Client {
     let socket = conf.socket_path.clone().unwrap_or_else(|| SOCKET_PATH.to_owned());
-    Client::new(PathBuf::from(socket)).with_timeout(AGENT_TIMEOUT)
+    Client::new(PathBuf::from(socket), AGENT_TIMEOUT)
 }
 
 /// The agent's answer as the runtime gets it.
@@ -212,7 +212,8 @@ impl Attachment {
             kernel_failure(&error).with_details(format!("CNI_NETNS: {:?}; nothing was changed", self.call.netns))
         })?;
         if ends.is_host().map_err(|error| kernel_failure(&error))? {
-            let message = format!("CNI_NETNS: {:?} is the node's own network namespace; expected a pod's", self.call.netns);
+            let message =
+                format!("CNI_NETNS: {:?} is the node's own network namespace; expected a pod's", self.call.netns);
             return Err(Failure::new(Code::Environment, message));
         }
         progress.ends = Some(ends);
@@ -285,9 +286,9 @@ impl Attachment {
             pod,
             started: Some(self.started),
         };
-        self.client.post("/v1/cni/add", &request).map_err(|error| {
-            agent_failure(&error).with_details("no address was given; pods that run are not affected")
-        })
+        self.client
+            .post("/v1/cni/add", &request)
+            .map_err(|error| agent_failure(&error).with_details("no address was given; pods that run are not affected"))
     }
 
     /// Takes back what the steps before `step` did. What cannot be taken back is in the details, and ends by itself: a
@@ -295,7 +296,8 @@ impl Attachment {
     fn undone(&mut self, step: Step, failure: Failure, progress: &Progress) -> Failure {
         // An agent that answered nothing, or refused, holds no lease for this ADD.
         let undo = if step == Step::Lease && progress.lease.is_none() { Vec::new() } else { undo_after(step) };
-        let errors: Vec<String> = undo.into_iter().filter_map(|undo| self.undo(undo).err()).map(|f| f.message).collect();
+        let errors: Vec<String> =
+            undo.into_iter().filter_map(|undo| self.undo(undo).err()).map(|f| f.message).collect();
         if errors.is_empty() {
             return failure;
         }
@@ -358,8 +360,7 @@ impl Attachment {
     }
 
     fn check(mut self) -> Result<(), Failure> {
-        let request =
-            CheckRequest { container_id: self.call.container_id.clone(), ifname: self.call.ifname.clone() };
+        let request = CheckRequest { container_id: self.call.container_id.clone(), ifname: self.call.ifname.clone() };
         let held: CheckResponse = match self.client.post("/v1/cni/check", &request) {
             Ok(held) => held,
             Err(ClientError::Refused { status: 404, error, .. }) => {
@@ -373,7 +374,8 @@ impl Attachment {
                 .map_err(|error| Failure::new(Code::Decode, format!("prevResult cannot be read: {error}")))?;
             let address = std::net::IpAddr::V4(held.address);
             if !previous.ips.iter().any(|ip| ip.address.addr() == address) {
-                differences.push(format!("prevResult does not name {address}, which the agent holds for this interface"));
+                differences
+                    .push(format!("prevResult does not name {address}, which the agent holds for this interface"));
             }
         }
         let mut ends = Ends::open(&self.call.netns).map_err(|error| kernel_failure(&error))?;

@@ -7,6 +7,17 @@ use netlink_packet_route::address::{AddressAttribute, AddressHeaderFlags, Addres
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use std::net::IpAddr;
 
+/// Where an address means its host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Scope {
+    /// Everywhere. The kernel may choose it as the source of any packet.
+    Global,
+    /// On its link: never the source of a packet that leaves through another device with an address.
+    Link,
+    /// On this host alone.
+    Host,
+}
+
 /// An address of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Address {
@@ -16,19 +27,8 @@ pub struct Address {
     pub net: IpNet,
     /// IPv4: another address of the same network is the primary one. IPv6: temporary.
     pub secondary: bool,
-    /// How far the address is valid; the kernel never picks one of a narrower scope as a source by itself.
+    /// Where it means this host.
     pub scope: Scope,
-}
-
-/// Scope of an address (`RT_SCOPE_*`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scope {
-    /// Everywhere.
-    Global,
-    /// On the link only.
-    Link,
-    /// Inside the host only, or a scope without a name here.
-    Host,
 }
 
 pub(super) fn family(address: IpAddr) -> AddressFamily {
@@ -38,8 +38,13 @@ pub(super) fn family(address: IpAddr) -> AddressFamily {
     }
 }
 
-fn message(ifindex: u32, net: IpNet) -> AddressMessage {
+fn message(ifindex: u32, net: IpNet, scope: Scope) -> AddressMessage {
     let mut message = AddressMessage::default();
+    message.header.scope = match scope {
+        Scope::Global => AddressScope::Universe,
+        Scope::Link => AddressScope::Link,
+        Scope::Host => AddressScope::Host,
+    };
     message.header.family = family(net.addr());
     message.header.prefix_len = net.prefix_len();
     message.header.index = ifindex;
@@ -47,47 +52,37 @@ fn message(ifindex: u32, net: IpNet) -> AddressMessage {
     message
 }
 
-/// Gives the device an address. Refused as existing when it has it.
+/// Gives the device a global address. Refused as existing when it has it.
 #[must_use]
 pub fn add(ifindex: u32, net: IpNet) -> Request {
     Request::new(
-        RouteNetlinkMessage::NewAddress(message(ifindex, net)),
+        RouteNetlinkMessage::NewAddress(message(ifindex, net, Scope::Global)),
         NLM_F_CREATE | NLM_F_EXCL,
         format!("add address {net} to network device {ifindex}"),
     )
 }
 
-/// Gives the device an address, or leaves the one that is there.
+/// Gives the device a global address, or leaves the one that is there.
 #[must_use]
 pub fn replace(ifindex: u32, net: IpNet) -> Request {
-    Request::new(
-        RouteNetlinkMessage::NewAddress(message(ifindex, net)),
-        NLM_F_CREATE | NLM_F_REPLACE,
-        format!("set address {net} on network device {ifindex}"),
-    )
+    replace_in_scope(ifindex, net, Scope::Global)
 }
 
-/// As [`replace`], with a scope of the caller's choice.
+/// As [`replace`], with a scope. The kernel does not change the scope of an address that is there: delete it first.
 #[must_use]
 pub fn replace_in_scope(ifindex: u32, net: IpNet, scope: Scope) -> Request {
-    let mut message = message(ifindex, net);
-    message.header.scope = match scope {
-        Scope::Global => AddressScope::Universe,
-        Scope::Link => AddressScope::Link,
-        Scope::Host => AddressScope::Host,
-    };
     Request::new(
-        RouteNetlinkMessage::NewAddress(message),
+        RouteNetlinkMessage::NewAddress(message(ifindex, net, scope)),
         NLM_F_CREATE | NLM_F_REPLACE,
         format!("set address {net} on network device {ifindex}"),
     )
 }
 
-/// Takes an address away.
+/// Takes an address away, whatever its scope.
 #[must_use]
 pub fn delete(ifindex: u32, net: IpNet) -> Request {
     Request::new(
-        RouteNetlinkMessage::DelAddress(message(ifindex, net)),
+        RouteNetlinkMessage::DelAddress(message(ifindex, net, Scope::Global)),
         0,
         format!("delete address {net} of network device {ifindex}"),
     )
@@ -107,9 +102,10 @@ fn as_address(message: &AddressMessage) -> Option<Address> {
     let net = IpNet::new(local.or(address)?, message.header.prefix_len).ok()?;
     let secondary = message.header.flags.contains(AddressHeaderFlags::Secondary);
     let scope = match message.header.scope {
-        AddressScope::Universe | AddressScope::Site => Scope::Global,
         AddressScope::Link => Scope::Link,
-        _ => Scope::Host,
+        AddressScope::Host | AddressScope::Nowhere => Scope::Host,
+        // Site and the numbers an administrator may define reach beyond the link.
+        _ => Scope::Global,
     };
     Some(Address { ifindex: message.header.index, net, secondary, scope })
 }

@@ -5,5 +5,6 @@
 //! * [`probe`]: both ends of the traffic that tests and demo look at.
 
 pub mod apiserver;
+pub mod lab;
 pub mod probe;
 pub mod script;

@@ -73,7 +73,8 @@ mod tests {
         for step in ADD {
             let undo = undo_after(step);
             assert_eq!(undo.last(), Some(&Undo::Release), "{step:?}");
-            let made = ADD.iter().position(|other| *other == step) >= ADD.iter().position(|other| *other == Step::MakePair);
+            let made =
+                ADD.iter().position(|other| *other == step) >= ADD.iter().position(|other| *other == Step::MakePair);
             assert_eq!(undo.contains(&Undo::RemovePair), made, "{step:?}");
             assert!(undo.len() <= 2, "{step:?}: each once");
         }

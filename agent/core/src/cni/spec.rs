@@ -167,8 +167,7 @@ pub fn verb(command: &str) -> Result<Verb, Failure> {
         .into_iter()
         .find(|verb| verb.name() == command)
         .ok_or_else(|| {
-            let message =
-                format!("CNI_COMMAND: {command:?}; expected ADD, DEL, CHECK, STATUS, GC or VERSION");
+            let message = format!("CNI_COMMAND: {command:?}; expected ADD, DEL, CHECK, STATUS, GC or VERSION");
             Failure::new(Code::Environment, message)
         })
 }
@@ -271,7 +270,10 @@ impl NetConf {
         if let Some(ipam) = self.ipam.as_ref().filter(|ipam| !ipam.plugin.is_empty()) {
             let ours = NAMES.contains(&self.plugin.as_str());
             let message = if ours && NAMES.contains(&ipam.plugin.as_str()) {
-                format!("ipam.type: {:?} beside type {:?}; expected the name in one of the two", ipam.plugin, self.plugin)
+                format!(
+                    "ipam.type: {:?} beside type {:?}; expected the name in one of the two",
+                    ipam.plugin, self.plugin
+                )
             } else if ours {
                 format!(
                     "ipam.type: {:?}; expected none: the addresses come from the Cistern agent (delegation is ipam mode \
@@ -540,17 +542,14 @@ mod tests {
             ("CNI_NETNS", ""),
             ("CNI_ARGS", "a=b;c"),
         ] {
-            let failure = Call::parse(Verb::Add, |key| {
-                if key == name { Some(value.to_owned()) } else { environment(GOOD)(key) }
-            })
-            .unwrap_err();
+            let failure =
+                Call::parse(Verb::Add, |key| if key == name { Some(value.to_owned()) } else { environment(GOOD)(key) })
+                    .unwrap_err();
             assert_eq!(failure.code as u32, 4, "{name}={value}");
             assert!(failure.message.starts_with(name), "{}", failure.message);
         }
         // A DEL comes without namespace when the pod's is gone.
-        let call = Call::parse(Verb::Del, |key| {
-            if key == "CNI_NETNS" { None } else { environment(GOOD)(key) }
-        });
+        let call = Call::parse(Verb::Del, |key| if key == "CNI_NETNS" { None } else { environment(GOOD)(key) });
         assert_eq!(call.unwrap().netns, "");
     }
 
@@ -568,9 +567,9 @@ mod tests {
         assert_eq!(code(r#"{"name":"n","type":"cistern-cni"}"#).0, 1);
         assert_eq!(code(r#"{"cniVersion":"1.0.0","name":"","type":"cistern-cni"}"#).0, 7);
         assert_eq!(code(r#"{"cniVersion":"1.0.0","name":"n","type":"cistern-cni","mtu":100}"#).0, 7);
-        for (plugin, ipam) in [("cistern-cni", "cistern-cni"), ("cistern-cni", "host-local"), ("bridge", "cistern-cni")] {
-            let text =
-                format!(r#"{{"cniVersion":"1.0.0","name":"n","type":"{plugin}","ipam":{{"type":"{ipam}"}}}}"#);
+        for (plugin, ipam) in [("cistern-cni", "cistern-cni"), ("cistern-cni", "host-local"), ("bridge", "cistern-cni")]
+        {
+            let text = format!(r#"{{"cniVersion":"1.0.0","name":"n","type":"{plugin}","ipam":{{"type":"{ipam}"}}}}"#);
             let (number, message) = code(&text);
             assert_eq!(number, 2, "{text}");
             assert!(message.contains(ipam), "{message}");

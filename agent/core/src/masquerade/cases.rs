@@ -168,7 +168,8 @@ pub fn run(case: &Case, machine: &mut impl Machine) -> Result<(), String> {
                 };
                 let packet = Packet { content, source: end(from)?, destination: end(to)? };
                 let (verdict, counters) = machine.send(direction, &packet);
-                let name = check(&packet, verdict, expect, &given).map_err(|what| fail(format!("{what}, got {verdict:?} ({counters:?})")))?;
+                let name = check(&packet, verdict, expect, &given)
+                    .map_err(|what| fail(format!("{what}, got {verdict:?} ({counters:?})")))?;
                 given.extend(name);
                 let rule = match expect {
                     Expect::Unchanged(rule)
@@ -222,7 +223,11 @@ fn check(
             let port = source.port();
             let echo = packet.content == Content::EchoRequest;
             let reserved = (NODE_PORTS.0..=NODE_PORTS.1).contains(&port) || port < PORT_MIN;
-            if port == own || (reserved && !echo) { Err("a port that may not be given".to_owned()) } else { Ok(Some((name, port))) }
+            if port == own || (reserved && !echo) {
+                Err("a port that may not be given".to_owned())
+            } else {
+                Ok(Some((name, port)))
+            }
         }
         (Expect::Same(address, name, _), Verdict::Source(source))
             if given.get(name).is_some_and(|port| source == SocketAddrV4::new(address, *port)) =>

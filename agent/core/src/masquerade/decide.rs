@@ -392,7 +392,11 @@ impl Node {
         };
         if let Some(external) = self.find(&flow, address) {
             self.cache.insert(flow, external);
-            return Decision::new(Verdict::Source(external), Rule::FoundFlow, "the flow has its entry in the reverse map");
+            return Decision::new(
+                Verdict::Source(external),
+                Rule::FoundFlow,
+                "the flow has its entry in the reverse map",
+            );
         }
         if flow.protocol == Protocol::Tcp && !opens {
             if flags.never_opens() {
@@ -417,10 +421,8 @@ impl Node {
         cached: Option<SocketAddrV4>,
         now: u32,
     ) -> Decision {
-        let pass = untouched(
-            Rule::Excluded,
-            format!("{} is {} ({prefix})", flow.remote.ip(), exclusion.reason.describe()),
-        );
+        let pass =
+            untouched(Rule::Excluded, format!("{} is {} ({prefix})", flow.remote.ip(), exclusion.reason.describe()));
         if flow.protocol != Protocol::Tcp || self.settings.flow_policy == FlowPolicy::Immediate {
             return pass;
         }
@@ -543,11 +545,8 @@ impl Node {
     }
 
     fn open(&mut self, flow: Flow, address: Ipv4Addr, kind: FlowOwner, rule: Rule) -> Decision {
-        let outside = |port| Outside {
-            protocol: flow.protocol,
-            remote: flow.remote,
-            external: SocketAddrV4::new(address, port),
-        };
+        let outside =
+            |port| Outside { protocol: flow.protocol, remote: flow.remote, external: SocketAddrV4::new(address, port) };
         let own = flow.local.port();
         let free = |port: &u16| self.givable(flow.protocol, *port) && !self.flows.contains_key(&outside(*port));
         let Some(port) = std::iter::once(own).chain(0..=u16::MAX).find(free) else {
@@ -569,7 +568,11 @@ fn untouched(rule: Rule, why: impl Into<String>) -> Decision {
 }
 
 fn known(external: SocketAddrV4) -> Decision {
-    Decision::new(Verdict::Source(external), Rule::KnownFlow, "the flow has its entry, which counts whatever the policy is now")
+    Decision::new(
+        Verdict::Source(external),
+        Rule::KnownFlow,
+        "the flow has its entry, which counts whatever the policy is now",
+    )
 }
 
 fn within(since: Option<u32>, window: u32, now: u32) -> bool {
@@ -640,8 +643,7 @@ mod tests {
 
     #[test]
     fn the_rules_agree_with_the_table_of_cases() {
-        let failures: Vec<String> =
-            CASES.iter().filter_map(|case| cases::run(case, &mut Model::new()).err()).collect();
+        let failures: Vec<String> = CASES.iter().filter_map(|case| cases::run(case, &mut Model::new()).err()).collect();
         assert!(failures.is_empty(), "{} of {} cases:\n{}", failures.len(), CASES.len(), failures.join("\n"));
     }
 
@@ -658,9 +660,6 @@ mod tests {
             ask(cases::WEB),
             "leaves as 172.29.8.20:41000: pod 10.61.4.11 speaks to 45.33.7.80, which no rule excludes"
         );
-        assert_eq!(
-            ask(cases::POD_REMOTE),
-            "unchanged: 10.61.9.30 is in the pod CIDR of a known node (10.61.9.0/24)"
-        );
+        assert_eq!(ask(cases::POD_REMOTE), "unchanged: 10.61.9.30 is in the pod CIDR of a known node (10.61.9.0/24)");
     }
 }

@@ -1,0 +1,89 @@
+//! The lab itself.
+
+use cistern_tests::lab::Lab;
+
+fn answers(from: &cistern_tests::lab::Machine, to: std::net::Ipv4Addr) -> bool {
+    from.run("ping", &["-c1", "-W2", &to.to_string()]).is_ok()
+}
+
+#[test]
+fn machines_see_each_other_and_have_their_own_run_state_and_bpffs() {
+    let lab = Lab::new("e-machines").unwrap();
+    let a = lab.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
+    let b = lab.node("node-b", "192.0.2.2/24".parse().unwrap()).unwrap();
+    let outside = lab.host("outside", "192.0.2.100/24".parse().unwrap()).unwrap();
+    assert!(answers(&a, b.address()) && answers(&outside, a.address()));
+    assert_eq!(a.run("hostname", &[]).unwrap(), "node-a");
+
+    for directory in ["/run", "/var/lib", "/sys/fs/bpf"] {
+        a.run("mkdir", &[&format!("{directory}/only-on-a")]).unwrap();
+        assert!(a.file(&format!("{directory}/only-on-a")).is_dir());
+        assert!(!b.file(&format!("{directory}/only-on-a")).exists());
+        assert!(!std::path::Path::new(&format!("{directory}/only-on-a")).exists());
+    }
+    assert_eq!(a.run("cat", &["/proc/sys/net/ipv4/ip_forward"]).unwrap(), "1");
+    assert_eq!(outside.run("cat", &["/proc/sys/net/ipv4/ip_forward"]).unwrap(), "0");
+}
+
+#[test]
+fn a_pod_is_an_empty_network_on_its_machine() {
+    let lab = Lab::new("e-pods").unwrap();
+    let node = lab.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
+    let pod = node.pod("pod-1").unwrap();
+    let links = pod.json("ip", &["-j", "link"]).unwrap();
+    assert_eq!(links.as_array().unwrap().len(), 1, "{links}");
+    assert_eq!(node.run("ls", &["/run/netns"]).unwrap(), "pod-1");
+    assert!(pod.namespace().exists());
+    pod.remove().unwrap();
+    assert!(!pod.namespace().exists());
+}
+
+#[test]
+fn dropping_a_lab_ends_what_runs_in_it_and_no_other_lab() {
+    let lab = Lab::new("e-drop").unwrap();
+    let other = Lab::new("e-drop").unwrap();
+    let node = lab.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
+    let neighbour = other.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
+    let mut agent = node.command("sleep").arg("1000").spawn().unwrap();
+    drop(lab);
+    // Killed: no exit code.
+    assert_eq!(agent.wait().unwrap().code(), None);
+    assert!(node.run("true", &[]).is_err());
+    neighbour.run("true", &[]).unwrap();
+}
+
+#[test]
+fn what_a_killed_maker_left_is_ended_by_the_next_lab() {
+    // The test program itself is the maker: it runs the test below in another process, which is then killed.
+    let program = std::env::current_exe().unwrap();
+    let mut maker = std::process::Command::new(program)
+        .args(["--exact", "lab::maker_of_a_kept_lab", "--ignored", "--nocapture"])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut output = std::io::BufReader::new(maker.stdout.take().unwrap());
+    let id = loop {
+        let mut line = String::new();
+        assert_ne!(std::io::BufRead::read_line(&mut output, &mut line).unwrap(), 0, "the maker ended");
+        if let Some(id) = line.trim().strip_prefix("left behind: ") {
+            break id.to_owned();
+        }
+    };
+    assert_eq!(Lab::remove_left("e-left").unwrap(), 0, "its maker lives");
+    maker.kill().unwrap();
+    maker.wait().unwrap();
+    assert!(std::path::Path::new(&format!("/proc/{id}/ns")).exists(), "a kept machine outlives its maker");
+    // The wire, the node and the process in it.
+    assert_eq!(Lab::remove_left("e-left").unwrap(), 3);
+    assert!(std::fs::read(format!("/proc/{id}/environ")).unwrap_or_default().is_empty());
+}
+
+#[test]
+#[ignore = "runs in a process of its own, started by what_a_killed_maker_left_is_ended_by_the_next_lab"]
+fn maker_of_a_kept_lab() {
+    let lab = Lab::kept("e-left").unwrap();
+    let node = lab.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
+    let process = node.command("sleep").arg("1000").stdout(std::process::Stdio::null()).spawn().unwrap();
+    println!("left behind: {}", process.id());
+    std::thread::sleep(std::time::Duration::from_secs(600));
+}

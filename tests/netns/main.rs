@@ -1,0 +1,4 @@
+//! Tests on real network namespaces, as root.
+
+mod lab;
+mod netlink;
