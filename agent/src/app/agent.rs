@@ -1,16 +1,20 @@
 //! `cistern agent`: the process around the agent's role.
 
+use super::agent_api::Answers;
 use super::agent_role::{self, Agent, Shared};
 use super::operator_role::Operator;
 use super::{Refused, kernel, operator, signals};
 use crate::api::server;
 use crate::clock::Clock;
-use crate::controllers::endpoint::LeaseStore;
+use crate::cni::deletion_queue::{self, DeletionQueue};
+use crate::controllers::endpoint::{Endpoints, LeaseStore};
 use crate::state::{BootMarker, LeaseFiles, StateDir};
 use anyhow::Context;
-use cistern_core::ipam::lease::Change;
+use cistern_core::ipam::lease::{Attachment, Change};
 use cistern_core::settings::{IpamMode, Settings};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Runs until told to stop.
 ///
@@ -79,13 +83,70 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         },
         &cancel,
     )?;
+    let replay = tokio::spawn(replay_deletions(running.answers.endpoints.clone()));
+    let served = tokio::spawn(mark_served(marker.served(), running.answers.clone()));
     // The first answer of the leases' owner comes after it has dropped, durably, what the reboot left behind.
     if running.answers.endpoints.view().await.is_ok() {
         marker.set()?;
     }
     let outcome = running.join().await.context("the agent ends; pods go on with what is in the kernel");
+    replay.abort();
+    served.abort();
     tracing::info!("stopped");
     outcome
+}
+
+/// A file beside the socket whose age tells `cistern-cni STATUS` how long ago this node could serve.
+async fn mark_served(path: PathBuf, answers: Arc<Answers>) {
+    loop {
+        if answers.node.health().ready
+            && let Err(error) = std::fs::File::create(&path)
+        {
+            tracing::warn!(path = %path.display(), %error, "cannot say that this node serves");
+        }
+        tokio::time::sleep(MARK_SERVED).await;
+    }
+}
+
+const MARK_SERVED: Duration = Duration::from_secs(10);
+
+/// A DEL that cannot be carried out now is tried again after this long.
+const REPLAY_RETRY: Duration = Duration::from_secs(5);
+
+/// Carries out the DELs that came while no agent was there, in their order.
+async fn replay_deletions(endpoints: Endpoints) {
+    let directory = Path::new(deletion_queue::QUEUE_DIR);
+    loop {
+        match replay_once(directory, &endpoints).await {
+            Ok(replayed) => {
+                if replayed > 0 {
+                    tracing::info!(replayed, "DELs from the time without agent carried out");
+                }
+                return;
+            }
+            Err(error) => tracing::error!(error = format!("{error:#}"), "DELs from the time without agent wait"),
+        }
+        tokio::time::sleep(REPLAY_RETRY).await;
+    }
+}
+
+async fn replay_once(directory: &Path, endpoints: &Endpoints) -> anyhow::Result<usize> {
+    if !directory.exists() {
+        return Ok(0);
+    }
+    let path = directory.to_owned();
+    let queue = tokio::task::spawn_blocking(move || DeletionQueue::open_exclusive(&path)).await??;
+    let (dels, unreadable) = queue.list()?;
+    for path in unreadable {
+        tracing::error!(path = %path.display(), "a queued DEL cannot be read and stays; its address is found by GC");
+    }
+    let replayed = dels.len();
+    for del in dels {
+        let attachment = Attachment { container_id: del.container_id.clone(), ifname: del.ifname.clone() };
+        endpoints.del(attachment).await?;
+        queue.remove(&del)?;
+    }
+    Ok(replayed)
 }
 
 /// `architecture` decision 12: a pool over the node's own network cuts the node off (`ipam` 7.1, report 5).

@@ -10,9 +10,10 @@ use crate::kubernetes::lease::LeaderRow;
 use crate::reconciler::TargetStatus;
 use crate::tables::Reader;
 use crate::tables::rows::{MasqueradeRow, NetworkRow, PeerRow, PoolRow, Wait};
+use cistern_core::masquerade::decide::{Content, Direction, Exclusion, Node, Packet, TcpFlags, Verdict};
 use cistern_core::masquerade::plan::{DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
 use ipnet::Ipv4Net;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::Arc;
 
 /// Reads the rows of a kernel map as the CLI prints them.
@@ -230,24 +231,100 @@ impl NodeStatus {
     /// # Errors
     /// When there is no such map, no datapath, or the kernel does not let it be read.
     pub fn map(&self, name: &str) -> Result<serde_json::Value, Failure> {
-        let Some(maps) = &self.maps else {
-            return Err(Failure::permanent(
-                501,
-                "no-datapath",
-                "this node does not masquerade: enable-ipv4-masquerade is false",
-            ));
-        };
+        let maps = self.maps.as_ref().ok_or_else(no_datapath)?;
         maps(name).map_err(|reason| Failure::permanent(500, "map", reason))
     }
 
-    /// Which rule decides about a packet.
+    /// Which rule decides about the first packet of a flow.
     ///
     /// # Errors
-    /// When this node does not masquerade.
-    pub fn explain_masquerade(
-        &self,
-        _request: &ExplainMasqueradeRequest,
-    ) -> Result<ExplainMasqueradeResponse, Failure> {
-        Err(Failure::permanent(501, "no-datapath", "this node does not masquerade"))
+    /// When this node does not masquerade, or the packet cannot be one.
+    pub fn explain_masquerade(&self, request: &ExplainMasqueradeRequest) -> Result<ExplainMasqueradeResponse, Failure> {
+        let datapath = self.datapath.peek();
+        let (Some(settings), Some(_)) = (datapath.rows.get(&()), &self.maps) else {
+            return Err(no_datapath());
+        };
+        let unchanged = |rule: &str, why: String| ExplainMasqueradeResponse {
+            verdict: "unchanged".to_owned(),
+            rule: rule.to_owned(),
+            why,
+            leaves_as: None,
+            device: None,
+        };
+        let endpoints = self.endpoints.peek();
+        if endpoints.rows.contains_key(&request.to) {
+            let why = format!("{} is a pod of this node: the packet never reaches an egress device", request.to);
+            return Ok(unchanged("stays-on-node", why));
+        }
+        let network = self.network.peek();
+        let network = network.rows.get(&()).cloned().unwrap_or_default();
+        let own = |link: &crate::tables::rows::LinkRow| link.addresses.iter().any(|net| net.addr() == request.to);
+        if let Some(link) = network.links.values().find(|link| own(link)) {
+            let why =
+                format!("{} is an address of this node ({}): the packet is delivered here", request.to, link.name);
+            return Ok(unchanged("stays-on-node", why));
+        }
+        let route = network
+            .routes
+            .iter()
+            .filter(|route| route.destination.contains(&request.to))
+            .max_by_key(|route| route.destination.prefix_len());
+        let Some((route, ifindex)) = route.and_then(|route| Some((route, route.ifindex?))) else {
+            return Ok(unchanged("no-route", format!("this node has no route to {}", request.to)));
+        };
+        let name = network.links.get(&ifindex).map_or_else(|| ifindex.to_string(), |link| link.name.clone());
+        let devices = self.devices.peek();
+        let Some(device) = devices.rows.get(&ifindex) else {
+            let why =
+                format!("the route to {} leads over {name}, which is no egress device of ours", route.destination);
+            return Ok(ExplainMasqueradeResponse { device: Some(name), ..unchanged("other-device", why) });
+        };
+        let content = match request.protocol.as_str() {
+            "tcp" => Content::Tcp(TcpFlags::SYN),
+            "udp" => Content::Udp,
+            "icmp" => Content::EchoRequest,
+            other => {
+                let message = format!("protocol: {other:?}; expected tcp, udp or icmp");
+                return Err(Failure::permanent(400, "bad-request", message));
+            }
+        };
+        let excluded = self.excluded.peek();
+        let mut node = Node {
+            device: *device,
+            endpoints: endpoints.rows.clone(),
+            excluded: excluded
+                .rows
+                .iter()
+                .map(|(prefix, reason)| (*prefix, Exclusion { reason: *reason, since: None }))
+                .collect(),
+            ..Node::new(settings.clone())
+        };
+        let packet = Packet {
+            content,
+            source: SocketAddrV4::new(request.from, request.from_port.unwrap_or(ANY_PORT)),
+            destination: SocketAddrV4::new(request.to, request.to_port.unwrap_or(ANY_PORT)),
+        };
+        let decision = node.decide(Direction::Egress, &packet, 0);
+        let (verdict, leaves_as) = match decision.verdict {
+            Verdict::Pass => ("unchanged", None),
+            Verdict::Source(source) => ("masqueraded", Some(*source.ip())),
+            Verdict::Destination(_) => ("redirected", None),
+            Verdict::Drop => ("dropped", None),
+        };
+        let rule = serde_json::to_value(decision.rule).ok();
+        Ok(ExplainMasqueradeResponse {
+            verdict: verdict.to_owned(),
+            rule: rule.as_ref().and_then(serde_json::Value::as_str).unwrap_or("unknown").to_owned(),
+            why: decision.why,
+            leaves_as,
+            device: Some(name),
+        })
     }
+}
+
+/// Stands for a port that was not asked about: inside the range that flows are given ports of.
+const ANY_PORT: u16 = 40_000;
+
+fn no_datapath() -> Failure {
+    Failure::permanent(501, "no-datapath", "this node does not masquerade: enable-ipv4-masquerade is false")
 }

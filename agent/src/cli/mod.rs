@@ -176,14 +176,17 @@ pub fn ip(ask: &Ask, command: &IpCommand, out: &mut impl Write) -> Result<(), Cl
 /// # Errors
 /// See [`CliError`].
 pub fn bpf(ask: &Ask, command: &BpfCommand, out: &mut impl Write) -> Result<(), CliError> {
-    let name = match command {
-        BpfCommand::Ipmasq { .. } => "ipmasq",
-        BpfCommand::Snat { .. } => "snat",
-        BpfCommand::Endpoint { .. } => "endpoint",
-        BpfCommand::Counters { .. } => "counters",
+    let (name, columns): (&str, &[&str]) = match command {
+        BpfCommand::Ipmasq { .. } => ("ipmasq", &["prefix", "reason"]),
+        BpfCommand::Snat { .. } => (
+            "snat",
+            &["protocol", "origin", "external", "remote", "owner", "state", "age_seconds", "idle_seconds", "device"],
+        ),
+        BpfCommand::Endpoint { .. } => ("endpoint", &["address", "device", "ifindex", "masquerade"]),
+        BpfCommand::Counters { .. } => ("counters", &["counter", "packets"]),
     };
     let rows: serde_json::Value = ask.client().get(&format!("/v1/bpf/{name}"))?;
-    ask.show(out, &rows, print::rows)
+    ask.show(out, &rows, |rows| print::rows(rows, columns))
 }
 
 /// `cistern explain …`

@@ -121,25 +121,20 @@ pub(super) fn addresses(rows: &[IpReport]) -> String {
     table(&["ADDRESS", "STATE", "OWNER", "CONTAINER", "INTERFACE", "SINCE", "UNTIL"], &cells)
 }
 
-/// Rows of any map: the fields of the first row are the columns.
-pub(super) fn rows(value: &Value) -> String {
+/// Rows of any map, with these fields as columns.
+pub(super) fn rows(value: &Value, columns: &[&str]) -> String {
     let rows: &[Value] = value.as_array().map_or(&[], Vec::as_slice);
-    let Some(Value::Object(first)) = rows.first() else { return "no entries\n".to_owned() };
-    let fields: Vec<&String> = first.keys().collect();
-    let header: Vec<String> = fields.iter().map(|field| field.to_uppercase().replace('_', "-")).collect();
-    let cells: Vec<Vec<String>> = rows
-        .iter()
-        .map(|row| {
-            fields
-                .iter()
-                .map(|field| match row.get(field.as_str()) {
-                    None | Some(Value::Null) => "-".to_owned(),
-                    Some(Value::String(text)) => text.clone(),
-                    Some(other) => other.to_string(),
-                })
-                .collect()
-        })
-        .collect();
+    if rows.is_empty() {
+        return "no entries\n".to_owned();
+    }
+    let header: Vec<String> = columns.iter().map(|column| column.to_uppercase().replace('_', "-")).collect();
+    let cell = |row: &Value, column: &str| match row.get(column) {
+        None | Some(Value::Null) => "-".to_owned(),
+        Some(Value::String(text)) => text.clone(),
+        Some(other) => other.to_string(),
+    };
+    let cells: Vec<Vec<String>> =
+        rows.iter().map(|row| columns.iter().map(|column| cell(row, column)).collect()).collect();
     table(&header.iter().map(String::as_str).collect::<Vec<_>>(), &cells)
 }
 
@@ -171,7 +166,10 @@ mod tests {
             {"prefix": "10.0.0.0/8", "reason": "ip-masq-agent"},
             {"prefix": "169.254.0.0/16", "reason": null},
         ]);
-        assert_eq!(super::rows(&rows), "PREFIX          REASON\n10.0.0.0/8      ip-masq-agent\n169.254.0.0/16  -\n");
-        assert_eq!(super::rows(&serde_json::json!([])), "no entries\n");
+        assert_eq!(
+            super::rows(&rows, &["prefix", "reason"]),
+            "PREFIX          REASON\n10.0.0.0/8      ip-masq-agent\n169.254.0.0/16  -\n"
+        );
+        assert_eq!(super::rows(&serde_json::json!([]), &["prefix"]), "no entries\n");
     }
 }

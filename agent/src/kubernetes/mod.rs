@@ -37,7 +37,7 @@ pub enum KubernetesError {
         reason: String,
     },
     /// The API server refused, or could not be reached.
-    #[error("{verb} {kind} {name}: {source}")]
+    #[error("{verb} {kind} {name}: {}", reason(source))]
     Call {
         /// `create`, `patch`, `list` …
         verb: &'static str,
@@ -120,6 +120,29 @@ impl Classify for KubernetesError {
                 _ => ErrorClass::Transient,
             },
         }
+    }
+}
+
+/// An error with all its causes in one line.
+pub(crate) fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
+}
+
+/// What the API server said where it said something; else the error with all its causes.
+fn reason(error: &kube::Error) -> String {
+    match error {
+        kube::Error::Api(status) => format!("{} ({})", status.message, status.code),
+        other => causes(other),
     }
 }
 

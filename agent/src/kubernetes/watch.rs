@@ -145,17 +145,18 @@ where
     kept.map(|row| (name, row))
 }
 
-/// An error with all its causes in one line.
+/// What the API server said where it said something; else the error with all its causes in one line.
 fn describe(error: &watcher::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        source = cause.source();
+    let (what, cause) = match error {
+        watcher::Error::InitialListFailed(cause) => ("list", Some(cause)),
+        watcher::Error::WatchStartFailed(cause) => ("start of the watch", Some(cause)),
+        watcher::Error::WatchFailed(cause) => ("watch", Some(cause)),
+        watcher::Error::WatchError(status) => return format!("watch: {} ({})", status.message, status.code),
+        watcher::Error::NoResourceVersion => ("list without resource version", None),
+    };
+    match cause {
+        Some(kube::Error::Api(status)) => format!("{what}: {} ({})", status.message, status.code),
+        Some(cause) => format!("{what}: {}", super::causes(cause)),
+        None => what.to_owned(),
     }
-    text
 }

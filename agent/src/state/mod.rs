@@ -152,6 +152,12 @@ impl BootMarker {
         Self { path: run_dir.join("boot") }
     }
 
+    /// The file beside it whose age tells how long ago this node could serve pods.
+    #[must_use]
+    pub fn served(&self) -> PathBuf {
+        self.path.with_file_name("served")
+    }
+
     /// Whether an agent has finished with what a reboot leaves behind, since this boot.
     #[must_use]
     pub fn is_set(&self) -> bool {
