@@ -54,7 +54,11 @@ impl Operations for OwnNode {
 
     async fn update(&mut self, name: &String, value: &OwnCiliumNode) -> Result<(), KubernetesError> {
         let row = self.seen.synced().await.rows.get(name).cloned();
-        let metadata = json!({"name": name, "ownerReferences": owner_references(value.owner.as_ref())});
+        let mut metadata = json!({"name": name});
+        // Without a Node there is nothing to say about owners, and those that somebody else named stay.
+        if let (Some(owner), Some(fields)) = (&value.owner, metadata.as_object_mut()) {
+            fields.insert("ownerReferences".to_owned(), owner_references(owner));
+        }
         match row {
             None => {
                 let claim: Vec<String> = value.claim.iter().map(ToString::to_string).collect();
