@@ -113,20 +113,26 @@ const MARK_SERVED: Duration = Duration::from_secs(10);
 /// A DEL that cannot be carried out now is tried again after this long.
 const REPLAY_RETRY: Duration = Duration::from_secs(5);
 
-/// Carries out the DELs that came while no agent was there, in their order.
+/// A plugin that gave up waiting for a slow agent queues its DEL too, so the queue is read as long as the agent runs.
+const REPLAY_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Carries out the DELs that came while no agent answered, in their order.
 async fn replay_deletions(endpoints: Endpoints) {
     let directory = Path::new(deletion_queue::QUEUE_DIR);
     loop {
-        match replay_once(directory, &endpoints).await {
+        let pause = match replay_once(directory, &endpoints).await {
             Ok(replayed) => {
                 if replayed > 0 {
                     tracing::info!(replayed, "DELs from the time without agent carried out");
                 }
-                return;
+                REPLAY_INTERVAL
             }
-            Err(error) => tracing::error!(error = format!("{error:#}"), "DELs from the time without agent wait"),
-        }
-        tokio::time::sleep(REPLAY_RETRY).await;
+            Err(error) => {
+                tracing::error!(error = format!("{error:#}"), "DELs from the time without agent wait");
+                REPLAY_RETRY
+            }
+        };
+        tokio::time::sleep(pause).await;
     }
 }
 
@@ -143,7 +149,11 @@ async fn replay_once(directory: &Path, endpoints: &Endpoints) -> anyhow::Result<
     let replayed = dels.len();
     for del in dels {
         let attachment = Attachment { container_id: del.container_id.clone(), ifname: del.ifname.clone() };
-        endpoints.del(attachment).await?;
+        let held = endpoints.check(attachment.clone()).await?;
+        // A runtime that uses a container ID again has attached it anew since: that lease is not the one that ended.
+        if !held.is_some_and(|(lease, _)| lease.since() > del.queued) {
+            endpoints.del(attachment).await?;
+        }
         queue.remove(&del)?;
     }
     Ok(replayed)

@@ -53,6 +53,23 @@ pub(super) fn mac_text(mac: Mac) -> String {
     format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
 }
 
+/// What became of making a pair.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Made {
+    /// It is there.
+    Pair {
+        /// Index of the host's side.
+        host: u32,
+        /// Index of the pod's side, in the pod's namespace.
+        pod: u32,
+    },
+    /// A device of somebody else has the pod side's name.
+    NameTaken {
+        /// Kind of that device.
+        kind: String,
+    },
+}
+
 /// The two ends of the work: a socket in each namespace.
 pub(super) struct Ends {
     host: Handle,
@@ -81,18 +98,25 @@ impl Ends {
         self.namespace.is_same(&Namespace::current()?)
     }
 
-    /// Removes what an attempt that was killed may have left.
-    pub(super) fn remove_stale(&mut self, pair: &Pair, ifname: &str) -> Result<(), NetlinkError> {
-        ignore_missing(self.host.apply(&[link::delete_by_name(&pair.host)]))?;
-        ignore_missing(self.pod.apply(&[link::delete_by_name(ifname)]))
-    }
-
-    /// Makes the pair; answers the indexes of the host's and the pod's side.
-    pub(super) fn make(&mut self, pair: &Pair, ifname: &str, mtu: u32) -> Result<(u32, u32), NetlinkError> {
+    /// Makes the pair. What an attempt that was killed left under one of its names goes first; looked for only when the
+    /// kernel says that a name is taken.
+    pub(super) fn make(&mut self, pair: &Pair, ifname: &str, mtu: u32) -> Result<Made, NetlinkError> {
         let host = link::VethEnd { name: &pair.host, mac: pair.host_mac, namespace: None };
         let pod = link::VethEnd { name: ifname, mac: pair.pod_mac, namespace: Some(self.namespace.as_fd()) };
-        self.host.apply(&[link::add_veth(host, pod, mtu)])?;
-        Ok((index(&mut self.host, &pair.host)?, index(&mut self.pod, ifname)?))
+        let request = link::add_veth(host, pod, mtu);
+        if !self.host.add(&request)? {
+            self.host.remove(&link::delete_by_name(&pair.host))?;
+            if let Some(taken) = self.pod.link_by_name(ifname)? {
+                if taken.kind.as_deref() != Some("veth") {
+                    return Ok(Made::NameTaken { kind: taken.kind.unwrap_or_else(|| "hardware".to_owned()) });
+                }
+                self.pod.remove(&link::delete(taken.index))?;
+            }
+            self.host.apply(&[request])?;
+        }
+        let made = self.host.link_by_name(&pair.host)?.ok_or_else(|| no_link(&pair.host))?;
+        // The lower device of one side of a pair is the other.
+        Ok(Made::Pair { host: made.index, pod: made.lower.ok_or_else(|| no_link(ifname))? })
     }
 
     /// Address, routes and neighbour of the pod's side.
@@ -130,9 +154,8 @@ impl Ends {
             source: Some(IpAddr::V4(router)),
             ..route::Route::on_link(host_net(address), ifindex)
         };
-        // A kernel without IPv6 has nothing to switch off.
-        let _ = self.host.apply(&[link::no_ipv6_link_local(ifindex)]);
-        self.host.apply(&[
+        let outcomes = self.host.apply_each(&[
+            link::no_ipv6_link_local(ifindex),
             link::set_ipv4(
                 ifindex,
                 &[
@@ -140,17 +163,20 @@ impl Ends {
                     (ProxyArp, 0),
                     (AcceptRedirects, 0),
                     (AcceptSourceRoute, 0),
-                    // Strict: the pod's address comes from this device alone, whatever `all` says.
+                    // Strict: a packet is taken only if its source is routed to this device, so a pod sends under its own
+                    // address. The kernel takes the larger of this and `all`, where 2 is loose.
                     (ReversePathFilter, 1),
                 ],
             ),
             link::up(ifindex),
             neighbour::replace_permanent(ifindex, IpAddr::V4(address), pair.pod_mac),
             route::replace(&to_pod),
-        ])
+        ])?;
+        // A kernel without IPv6 has nothing to switch off.
+        outcomes.into_iter().filter(|outcome| !outcome.as_ref().is_err_and(is_unknown_family)).collect()
     }
 
-    /// What is not as ADD left it; empty when all is.
+    /// What is not as ADD left it; empty when all is. What a later plugin of the chain may have added is not looked at.
     pub(super) fn differences(
         &mut self,
         pair: &Pair,
@@ -158,31 +184,40 @@ impl Ends {
         address: Ipv4Addr,
         router: Ipv4Addr,
     ) -> Result<Vec<String>, NetlinkError> {
+        let (own, gateway) = (host_net(address), IpAddr::V4(router));
         let mut found = Vec::new();
         match self.host.link_by_name(&pair.host)? {
             None => found.push(format!("host side {} does not exist", pair.host)),
             Some(link) => {
-                let wanted = host_net(address);
+                link_differences(&format!("host side {}", pair.host), &link, pair.host_mac, &mut found);
                 let routes = self.host.routes(Some(route::PROTOCOL_POD))?;
-                if !routes.iter().any(|route| route.destination == wanted && route.ifindex == Some(link.index)) {
-                    found.push(format!("the node has no route to {wanted} over {}", pair.host));
+                if !routes.iter().any(|route| route.destination == own && route.ifindex == Some(link.index)) {
+                    found.push(format!("the node has no route to {own} over {}", pair.host));
+                }
+                if !is_permanent(&mut self.host, link.index, IpAddr::V4(address), pair.pod_mac)? {
+                    found.push(format!("the node has no permanent neighbour {address} on {}", pair.host));
                 }
             }
         }
         match self.pod.link_by_name(ifname)? {
             None => found.push(format!("the pod has no interface {ifname}")),
             Some(link) => {
-                let addresses = self.pod.addresses_of(link.index)?;
-                if !addresses.iter().any(|found| found.net.addr() == IpAddr::V4(address)) {
-                    found.push(format!("the pod's interface {ifname} has no address {address}"));
+                link_differences(&format!("the pod's interface {ifname}"), &link, pair.pod_mac, &mut found);
+                if !self.pod.addresses_of(link.index)?.iter().any(|found| found.net == own) {
+                    found.push(format!("the pod's interface {ifname} has no address {own}"));
                 }
-                let default = self
-                    .pod
-                    .routes(None)?
-                    .into_iter()
-                    .any(|route| route.destination.prefix_len() == 0 && route.gateway == Some(IpAddr::V4(router)));
-                if !default {
+                let routes = self.pod.routes(None)?;
+                let over = |route: &&route::Route| route.ifindex == Some(link.index);
+                if !routes.iter().filter(over).any(|route| route.destination == host_net(router)) {
+                    found.push(format!("the pod has no route to {router} over {ifname}"));
+                }
+                let is_default =
+                    |route: &route::Route| route.destination.prefix_len() == 0 && route.gateway == Some(gateway);
+                if !routes.iter().filter(over).any(is_default) {
                     found.push(format!("the pod has no default route via {router}"));
+                }
+                if !is_permanent(&mut self.pod, link.index, gateway, pair.host_mac)? {
+                    found.push(format!("the pod has no permanent neighbour {router} on {ifname}"));
                 }
             }
         }
@@ -190,21 +225,31 @@ impl Ends {
     }
 }
 
-fn index(handle: &mut Handle, name: &str) -> Result<u32, NetlinkError> {
-    let link = handle.link_by_name(name)?;
-    link.map(|link| link.index).ok_or_else(|| NetlinkError::NoLink { name: name.to_owned() })
+fn link_differences(what: &str, link: &link::Link, mac: Mac, found: &mut Vec<String>) {
+    if !link.up {
+        found.push(format!("{what} is down"));
+    }
+    if link.mac != mac {
+        found.push(format!("{what} has another hardware address than {}", mac_text(mac)));
+    }
 }
 
-fn ignore_missing(outcome: Result<(), NetlinkError>) -> Result<(), NetlinkError> {
-    match outcome {
-        Err(error) if error.is_missing() => Ok(()),
-        other => other,
-    }
+fn is_permanent(handle: &mut Handle, ifindex: u32, address: IpAddr, mac: Mac) -> Result<bool, NetlinkError> {
+    let wanted = neighbour::Neighbour { ifindex, address, mac: Some(mac), permanent: true };
+    Ok(handle.neighbours_of(ifindex)?.contains(&wanted))
+}
+
+fn is_unknown_family(error: &NetlinkError) -> bool {
+    error.errno() == Some(nix::errno::Errno::EAFNOSUPPORT)
+}
+
+fn no_link(name: &str) -> NetlinkError {
+    NetlinkError::NoLink { name: name.to_owned() }
 }
 
 /// Removes a pair by its host side; one that is gone is fine. The pod's namespace need not exist.
 pub(super) fn remove(pair: &Pair) -> Result<(), NetlinkError> {
-    ignore_missing(Handle::open()?.apply(&[link::delete_by_name(&pair.host)]))
+    Handle::open()?.remove(&link::delete_by_name(&pair.host)).map(drop)
 }
 
 #[cfg(test)]

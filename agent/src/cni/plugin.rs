@@ -1,7 +1,7 @@
 //! The verbs.
 
 use super::deletion_queue::{DeletionQueue, QUEUE_DIR, QueuedDel};
-use super::interface::{self, Ends, Pair, mac_text};
+use super::interface::{self, Ends, Made, Pair, mac_text};
 use crate::api::client::{Client, ClientError};
 use crate::api::types::{
     AddRequest, AddResponse, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse, GcRequest,
@@ -10,9 +10,11 @@ use crate::api::types::{
 use crate::netlink::NetlinkError;
 use cistern_core::cni::plan::{DEL, Step, Undo, undo_after};
 use cistern_core::cni::spec::{
-    AddResult, Attached, Call, Code, Failure, NetConf, VERSIONS, Verb, Version, VersionResult, verb,
+    AddResult, Attached, Call, Code, Failure, NetConf, ResultInterface, VERSIONS, Verb, Version, VersionResult, verb,
 };
+use nix::errno::Errno;
 use std::io::{Read, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -38,7 +40,9 @@ pub fn main() -> ExitCode {
     let read = std::io::stdin().lock().read_to_end(&mut stdin);
     let mut version = Version::NEWEST;
     let outcome = match read {
-        Ok(_) => run(&command, &stdin, &variable, &mut version),
+        // A defect must not leave the runtime without an answer that it can read.
+        Ok(_) => catch_unwind(AssertUnwindSafe(|| run(&command, &stdin, &variable, &mut version)))
+            .unwrap_or_else(|_| Err(Failure::new(Code::Io, "internal error; standard error has its place"))),
         Err(error) => Err(Failure::new(Code::Io, format!("standard input cannot be read: {error}"))),
     };
     let (text, code) = match outcome {
@@ -66,10 +70,11 @@ fn run(
     version: &mut Version,
 ) -> Result<String, Failure> {
     let verb = verb(command)?;
-    let conf = NetConf::parse(stdin)?;
     if verb == Verb::Version {
-        return encode(&VersionResult { cni_version: conf.cni_version, supported_versions: VERSIONS });
+        let cni_version = NetConf::version_asked_for(stdin);
+        return encode(&VersionResult { cni_version, supported_versions: VERSIONS });
     }
+    let conf = NetConf::parse(stdin)?;
     *version = conf.version()?;
     let since = match verb {
         Verb::Check => Version::V0_4_0,
@@ -120,7 +125,10 @@ fn agent_failure(error: &ClientError) -> Failure {
 
 fn kernel_failure(error: &NetlinkError) -> Failure {
     let code = match error {
-        NetlinkError::Namespace { .. } => Code::UnknownContainer,
+        NetlinkError::Namespace { .. } if error.is_missing() => Code::UnknownContainer,
+        // What is there is no network namespace.
+        NetlinkError::Namespace { errno: Errno::EINVAL | Errno::ENOTDIR | Errno::EISDIR, .. } => Code::Environment,
+        NetlinkError::Namespace { .. } => Code::Io,
         _ => Code::Kernel,
     };
     Failure::new(code, error.to_string())
@@ -183,6 +191,8 @@ struct Attachment {
     pair: Pair,
     client: Client,
     started: jiff::Timestamp,
+    /// The call for a lease broke off: the agent may hold one for this attachment.
+    lease_is_open: bool,
 }
 
 /// What ADD knows by now.
@@ -198,7 +208,7 @@ impl Attachment {
     fn new(conf: NetConf, call: Call) -> Self {
         let pair = Pair::of(&call.container_id, &call.ifname);
         let client = client(&conf);
-        Self { conf, call, pair, client, started: jiff::Timestamp::now() }
+        Self { conf, call, pair, client, started: jiff::Timestamp::now(), lease_is_open: false }
     }
 
     fn add(mut self, version: Version) -> Result<AddResult, Failure> {
@@ -219,7 +229,7 @@ impl Attachment {
         progress.ends = Some(ends);
         for step in cistern_core::cni::plan::ADD {
             if let Err(failure) = self.step(step, &mut progress) {
-                return Err(self.undone(step, failure, &progress));
+                return Err(self.undone(step, failure));
             }
         }
         let (Some(lease), mtu) = (&progress.lease, self.mtu(&progress)) else {
@@ -250,10 +260,18 @@ impl Attachment {
                 *lease = Some(self.lease()?);
                 Ok(())
             }
-            (Step::RemoveStale, Some(ends), ..) => kernel(ends.remove_stale(&self.pair, &self.call.ifname)),
             (Step::MakePair, Some(ends), _, indexes) => {
-                let made = ends.make(&self.pair, &self.call.ifname, mtu).map_err(|error| kernel_failure(&error))?;
-                *indexes = Some(made);
+                match ends.make(&self.pair, &self.call.ifname, mtu).map_err(|error| kernel_failure(&error))? {
+                    Made::Pair { host, pod } => *indexes = Some((host, pod)),
+                    Made::NameTaken { kind } => {
+                        let message = format!(
+                            "CNI_IFNAME: {:?}; expected a free name: the pod has a device ({kind}) of it that Cistern did \
+                             not make",
+                            self.call.ifname
+                        );
+                        return Err(Failure::new(Code::Environment, message));
+                    }
+                }
                 Ok(())
             }
             (Step::SetUpPod, Some(ends), Some(lease), Some((_, pod))) => {
@@ -286,18 +304,18 @@ impl Attachment {
             pod,
             started: Some(self.started),
         };
-        self.client
-            .post("/v1/cni/add", &request)
-            .map_err(|error| agent_failure(&error).with_details("no address was given; pods that run are not affected"))
+        self.client.post("/v1/cni/add", &request).map_err(|error| {
+            self.lease_is_open = error.may_have_happened();
+            agent_failure(&error).with_details("no address was given; pods that run are not affected")
+        })
     }
 
-    /// Takes back what the steps before `step` did. What cannot be taken back is in the details, and ends by itself: a
-    /// lease that nobody confirms expires, and the next ADD removes the device.
-    fn undone(&mut self, step: Step, failure: Failure, progress: &Progress) -> Failure {
-        // An agent that answered nothing, or refused, holds no lease for this ADD.
-        let undo = if step == Step::Lease && progress.lease.is_none() { Vec::new() } else { undo_after(step) };
+    /// Takes back what the steps up to `step` did. What cannot be taken back is in the details.
+    fn undone(&mut self, step: Step, failure: Failure) -> Failure {
+        // An agent that refused, or was not there, holds no lease for this ADD.
+        let undo = if step == Step::Lease && !self.lease_is_open { Vec::new() } else { undo_after(step) };
         let errors: Vec<String> =
-            undo.into_iter().filter_map(|undo| self.undo(undo).err()).map(|f| f.message).collect();
+            undo.into_iter().filter_map(|undo| self.undo_or_queue(undo).err()).map(|f| f.message).collect();
         if errors.is_empty() {
             return failure;
         }
@@ -320,21 +338,17 @@ impl Attachment {
         DelRequest { container_id: self.call.container_id.clone(), ifname: self.call.ifname.clone() }
     }
 
-    /// Runs every step and tells every failure. Without agent the release waits on disk.
-    fn del(mut self) -> Result<(), Failure> {
-        let mut failures = Vec::new();
-        for undo in DEL {
-            match self.undo(undo) {
-                Ok(()) => {}
-                Err(failure) if undo == Undo::Release && failure.code == Code::TryAgainLater => {
-                    if let Err(failure) = self.queue() {
-                        failures.push(failure);
-                    }
-                }
-                Err(failure) => failures.push(failure),
-            }
+    /// As [`Attachment::undo`]; without agent the release waits on disk.
+    fn undo_or_queue(&mut self, undo: Undo) -> Result<(), Failure> {
+        match self.undo(undo) {
+            Err(failure) if undo == Undo::Release && failure.code == Code::TryAgainLater => self.queue(),
+            outcome => outcome,
         }
-        let mut failures = failures.into_iter();
+    }
+
+    /// Runs every step and tells every failure.
+    fn del(mut self) -> Result<(), Failure> {
+        let mut failures = DEL.into_iter().filter_map(|undo| self.undo_or_queue(undo).err());
         let Some(first) = failures.next() else { return Ok(()) };
         let rest: Vec<String> = failures.map(|failure| failure.message).collect();
         Err(first.with_details(rest.join("; ")))
@@ -360,6 +374,11 @@ impl Attachment {
     }
 
     fn check(mut self) -> Result<(), Failure> {
+        let previous = self.conf.prev_result.take().filter(|result| !result.is_null()).ok_or_else(|| {
+            Failure::new(Code::Configuration, "prevResult: absent; expected the result of ADD, which CHECK compares")
+        })?;
+        let previous: AddResult = serde_json::from_value(previous)
+            .map_err(|error| Failure::new(Code::Decode, format!("prevResult cannot be read: {error}")))?;
         let request = CheckRequest { container_id: self.call.container_id.clone(), ifname: self.call.ifname.clone() };
         let held: CheckResponse = match self.client.post("/v1/cni/check", &request) {
             Ok(held) => held,
@@ -368,16 +387,7 @@ impl Attachment {
             }
             Err(error) => return Err(agent_failure(&error)),
         };
-        let mut differences = Vec::new();
-        if let Some(result) = self.conf.prev_result.take() {
-            let previous: AddResult = serde_json::from_value(result)
-                .map_err(|error| Failure::new(Code::Decode, format!("prevResult cannot be read: {error}")))?;
-            let address = std::net::IpAddr::V4(held.address);
-            if !previous.ips.iter().any(|ip| ip.address.addr() == address) {
-                differences
-                    .push(format!("prevResult does not name {address}, which the agent holds for this interface"));
-            }
-        }
+        let mut differences = self.unlike(&previous, &held);
         let mut ends = Ends::open(&self.call.netns).map_err(|error| kernel_failure(&error))?;
         let found = ends
             .differences(&self.pair, &self.call.ifname, held.address, held.router)
@@ -387,5 +397,21 @@ impl Attachment {
             differences.push("the agent holds a lease that was never confirmed".to_owned());
         }
         if differences.is_empty() { Ok(()) } else { Err(Failure::new(Code::Difference, differences.join("; "))) }
+    }
+
+    /// Where the result of ADD says something else than the agent.
+    fn unlike(&self, previous: &AddResult, held: &CheckResponse) -> Vec<String> {
+        let mut differences = Vec::new();
+        let address = std::net::IpAddr::V4(held.address);
+        if !previous.ips.iter().any(|ip| ip.address.addr() == address) {
+            differences.push(format!("prevResult does not name {address}, which the agent holds for this interface"));
+        }
+        let is_pods = |interface: &ResultInterface| {
+            interface.name == self.call.ifname && interface.sandbox.as_ref() == Some(&self.call.netns)
+        };
+        if !previous.interfaces.iter().any(is_pods) {
+            differences.push(format!("prevResult does not name {} in {}", self.call.ifname, self.call.netns));
+        }
+        differences
     }
 }

@@ -8,9 +8,8 @@
 pub enum Step {
     /// The agent gives a provisional lease.
     Lease,
-    /// A device of the pod's name in its namespace, or of the host side's name, is left from an attempt that was killed.
-    RemoveStale,
-    /// The pair, the pod's side made inside its namespace.
+    /// The pair, the pod's side made inside its namespace. What an attempt that was killed left under one of its names
+    /// is removed first.
     MakePair,
     /// Address, routes and neighbour of the pod's side.
     SetUpPod,
@@ -30,8 +29,7 @@ pub enum Undo {
 }
 
 /// ADD.
-pub const ADD: [Step; 6] =
-    [Step::Lease, Step::RemoveStale, Step::MakePair, Step::SetUpPod, Step::SetUpHost, Step::Confirm];
+pub const ADD: [Step; 5] = [Step::Lease, Step::MakePair, Step::SetUpPod, Step::SetUpHost, Step::Confirm];
 
 /// DEL: the device first, so that nothing sends from an address that may be given again.
 pub const DEL: [Undo; 2] = [Undo::RemovePair, Undo::Release];
@@ -45,8 +43,6 @@ impl Step {
             Self::MakePair => Some(Undo::RemovePair),
             // They go with the pair.
             Self::SetUpPod | Self::SetUpHost => None,
-            // What was removed belonged to nobody.
-            Self::RemoveStale => None,
         }
     }
 }

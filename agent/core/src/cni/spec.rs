@@ -244,6 +244,17 @@ impl NetConf {
         })
     }
 
+    /// The version that VERSION answers in. Some runtimes give it no configuration: it has no other input (section 2,
+    /// "VERSION").
+    #[must_use]
+    pub fn version_asked_for(stdin: &[u8]) -> String {
+        Self::parse(stdin)
+            .map(|conf| conf.cni_version)
+            .ok()
+            .filter(|version| !version.is_empty())
+            .unwrap_or_else(|| Version::NEWEST.name().to_owned())
+    }
+
     /// The version to answer in.
     ///
     /// # Errors
@@ -343,16 +354,22 @@ impl Call {
         }
         let ifname = required("CNI_IFNAME", "the name of the pod's interface")?;
         if ifname.len() > IFNAME_LENGTH
-            || matches!(ifname.as_str(), "." | "..")
+            // The loopback device is in every namespace and cannot be replaced.
+            || matches!(ifname.as_str(), "." | ".." | "lo")
             || ifname.chars().any(|c| c == '/' || c == ':' || c.is_whitespace() || c.is_control())
         {
-            return Err(fail("CNI_IFNAME", &ifname, "at most 15 characters without '/', ':' and spaces"));
+            return Err(fail("CNI_IFNAME", &ifname, "at most 15 characters without '/', ':' and spaces, not lo"));
         }
         let netns = match verb {
             Verb::Del => variable("CNI_NETNS").unwrap_or_default(),
             _ => required("CNI_NETNS", "the path of the pod's network namespace")?,
         };
-        Ok(Self { container_id, ifname, netns, args: args(&variable("CNI_ARGS").unwrap_or_default())? })
+        let args = match verb {
+            // DEL needs none of them, and must not be stopped by what stopped its ADD.
+            Verb::Del => BTreeMap::new(),
+            _ => args(&variable("CNI_ARGS").unwrap_or_default())?,
+        };
+        Ok(Self { container_id, ifname, netns, args })
     }
 
     /// The pod as Kubernetes' runtimes name it: namespace, name, UID.
@@ -539,6 +556,7 @@ mod tests {
             ("CNI_IFNAME", "a-name-of-sixteen"),
             ("CNI_IFNAME", "eth:0"),
             ("CNI_IFNAME", ".."),
+            ("CNI_IFNAME", "lo"),
             ("CNI_NETNS", ""),
             ("CNI_ARGS", "a=b;c"),
         ] {
@@ -551,6 +569,20 @@ mod tests {
         // A DEL comes without namespace when the pod's is gone.
         let call = Call::parse(Verb::Del, |key| if key == "CNI_NETNS" { None } else { environment(GOOD)(key) });
         assert_eq!(call.unwrap().netns, "");
+        // Nor is it stopped by arguments that it does not need.
+        let call = Call::parse(Verb::Del, |key| match key {
+            "CNI_ARGS" => Some("a=b;c".to_owned()),
+            _ => environment(GOOD)(key),
+        });
+        assert_eq!(call.unwrap().container_id, "abc-1");
+    }
+
+    #[test]
+    fn version_is_answered_whatever_the_input() {
+        assert_eq!(NetConf::version_asked_for(br#"{"cniVersion":"0.4.0"}"#), "0.4.0");
+        for stdin in ["", "{}", "no JSON"] {
+            assert_eq!(NetConf::version_asked_for(stdin.as_bytes()), "1.1.0");
+        }
     }
 
     #[test]

@@ -123,6 +123,14 @@ pub struct PodLease {
 }
 
 impl PodLease {
+    /// When it came into its present state.
+    #[must_use]
+    pub fn since(&self) -> Timestamp {
+        match &self.state {
+            LeaseState::Provisional { since, .. } | LeaseState::Confirmed { since, .. } => *since,
+        }
+    }
+
     fn holder(&self) -> String {
         self.attachment.to_string()
     }
