@@ -36,7 +36,7 @@ use world::World;
 const FAULT_PERCENT: u8 = 10;
 
 /// Virtual time between two tries of a paragraph, and for how long it is tried.
-const RETRY_EVERY: Duration = Duration::from_millis(250);
+const RETRY_EVERY: Duration = Duration::from_millis(500);
 const RETRY_FOR: Duration = Duration::from_secs(15 * 60);
 
 /// Overrides the seed of every script.
@@ -46,7 +46,7 @@ const SEED: &str = "CISTERN_SCRIPT_SEED";
 const LOG: &str = "CISTERN_SCRIPT_LOG";
 
 /// How many of the last API calls a failure shows.
-const SHOWN_CALLS: usize = 4000;
+const SHOWN_CALLS: usize = 40;
 
 /// A script that cannot be run, or that failed.
 #[derive(thiserror::Error)]
