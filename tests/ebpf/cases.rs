@@ -144,7 +144,11 @@ fn a_port_that_a_socket_of_the_host_has_is_given_to_no_pod() {
         let mut kernel = Kernel::new(&bpffs.join("cistern"));
         let listener = TcpListener::bind((NODE, 41_000)).unwrap();
         let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 41_001)).unwrap();
-        let tcp = |port| Packet { content: Content::Tcp(TcpFlags::SYN), source: end(POD_A, port), destination: end(WEB, 443) };
+        let tcp = |port| Packet {
+            content: Content::Tcp(TcpFlags::SYN),
+            source: end(POD_A, port),
+            destination: end(WEB, 443),
+        };
         let given = |kernel: &mut Kernel, packet: &Packet| match kernel.send(Direction::Egress, packet).0 {
             Verdict::Source(source) => source.port(),
             other => panic!("{other:?}"),

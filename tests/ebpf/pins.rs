@@ -12,11 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 fn udp(port: u16) -> Packet {
-    Packet {
-        content: Content::Udp,
-        source: SocketAddrV4::new(POD_A, port),
-        destination: SocketAddrV4::new(WEB, 53),
-    }
+    Packet { content: Content::Udp, source: SocketAddrV4::new(POD_A, port), destination: SocketAddrV4::new(WEB, 53) }
 }
 
 #[test]
@@ -46,10 +42,7 @@ fn a_pinned_map_that_is_not_as_expected_is_refused_and_left_alone() {
         assert_eq!(View::open(&pins).unwrap().flows().unwrap().len(), 1, "the flow is still there");
         let path = pins.map("cst_devices");
         std::fs::remove_file(&path).unwrap();
-        run(&format!(
-            "bpftool map create {} type array key 4 value 4 entries 1 name other",
-            path.display()
-        ));
+        run(&format!("bpftool map create {} type array key 4 value 4 entries 1 name other", path.display()));
         let text = Datapath::open(&root, CAPACITIES).unwrap_err().to_string();
         assert!(text.contains("cst_devices") && text.contains("type Array") && text.contains("expects Hash"), "{text}");
     });
