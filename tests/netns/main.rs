@@ -1,4 +1,6 @@
 //! Tests on real network namespaces, as root.
 
+mod agent;
+mod cni;
 mod lab;
 mod netlink;

@@ -43,8 +43,8 @@ fn addresses(addresses: &[NodeAddress]) -> Value {
     addresses.iter().map(|address| json!({"type": address.kind, "ip": address.ip.to_string()})).collect()
 }
 
-fn owner_references(owner: Option<&(String, String)>) -> Value {
-    owner.map(|(name, uid)| json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid})).into_iter().collect()
+fn owner_references((name, uid): &(String, String)) -> Value {
+    json!([{"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid}])
 }
 
 impl Operations for OwnNode {
