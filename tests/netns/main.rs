@@ -4,3 +4,4 @@ mod agent;
 mod cni;
 mod lab;
 mod netlink;
+mod process;

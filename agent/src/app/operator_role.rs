@@ -84,8 +84,10 @@ pub async fn run(operator: Operator, cancel: CancellationToken) -> anyhow::Resul
     outcome
 }
 
+/// Returns when this process leads. A deadline that has passed is no leadership, even before the election says so: the
+/// leader's duties would start and end over and over until then.
 async fn begun(leading: &mut watch::Receiver<Option<Instant>>) {
-    if leading.wait_for(Option::is_some).await.is_err() {
+    if leading.wait_for(|until| until.is_some_and(|until| until > Instant::now())).await.is_err() {
         std::future::pending::<()>().await;
     }
 }

@@ -114,6 +114,16 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
                 .map(|(ifindex, device)| (*ifindex, AttachmentEntry { name: device.name.clone(), complete: true }))
                 .collect(),
         );
+        if report.not_ready.is_none()
+            && let Some(device) = report.devices.values().find(|device| device.address.is_none())
+            && inputs.settings.enable_ipv4_masquerade
+        {
+            report.not_ready = Some(format!(
+                "device {} has no IPv4 address to leave under: pod traffic passes it unchanged; give it one, or leave it \
+                 out of devices",
+                device.name
+            ));
+        }
         tables.devices.publish(devices);
         tables.report.publish(BTreeMap::from([((), report)]));
         if peers.synced {

@@ -24,10 +24,10 @@ fn duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-pub(super) fn faults(world: &World, arguments: &[&str]) -> Outcome {
+pub(super) fn faults(world: &mut World, arguments: &[&str]) -> Outcome {
     let [text] = exactly(arguments, "faults off|PERCENT")?;
     let percent = if text == "off" { 0 } else { text.parse().map_err(|_| format!("{text}: expected a number"))? };
-    world.server.set_faults(percent);
+    world.set_faults(percent);
     Ok(silent())
 }
 

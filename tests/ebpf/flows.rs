@@ -1,0 +1,206 @@
+//! What user space sees and does of flows: the listing, and the collector.
+
+use crate::isolated::isolated;
+use crate::kernel::{Kernel, LOOPBACK};
+use aya::maps::{HashMap, MapData};
+use cistern::datapath::Collected;
+use cistern_core::masquerade::cases::{Machine, NODE, NODE_OTHER, POD_A, POD_B, WEB};
+use cistern_core::masquerade::decide::{Content, Direction, Packet, TcpFlags, Verdict};
+use cistern_core::masquerade::expire::{FlowOwner, FlowState, Protocol};
+use cistern_core::masquerade::plan::DeviceEntry;
+use cistern_ebpf_common::abi::{FlowKey, FwdValue, RevKey, RevValue};
+use std::net::{Ipv4Addr, SocketAddrV4};
+
+fn end(address: Ipv4Addr, port: u16) -> SocketAddrV4 {
+    SocketAddrV4::new(address, port)
+}
+
+fn packet(content: Content, from: (Ipv4Addr, u16), to: (Ipv4Addr, u16)) -> Packet {
+    Packet { content, source: end(from.0, from.1), destination: end(to.0, to.1) }
+}
+
+const A: (Ipv4Addr, u16) = (POD_A, 41_000);
+const W: (Ipv4Addr, u16) = (WEB, 443);
+const OUTSIDE: (Ipv4Addr, u16) = (NODE, 41_000);
+
+/// One walk of the collector over everything, `later` seconds from now.
+fn collect(kernel: &Kernel, later: u32) -> Collected {
+    let mut collector = kernel.datapath.collector().unwrap();
+    let entries: HashMap<MapData, RevKey, RevValue> = kernel.map("cst_rev");
+    let now = entries.iter().map(|row| row.unwrap().1.last_seen).max().unwrap_or(0);
+    let mut total = Collected::default();
+    loop {
+        let slice = collector.step_at(now + later).unwrap();
+        total.flows += slice.flows;
+        total.expired += slice.expired;
+        total.stale += slice.stale;
+        total.inbound += slice.inbound;
+        total.inbound_expired += slice.inbound_expired;
+        if slice.complete {
+            return total;
+        }
+    }
+}
+
+#[test]
+fn the_listing_names_every_end_of_a_flow_and_its_state() {
+    isolated(|bpffs| {
+        let mut kernel = Kernel::new(&bpffs.join("cistern"));
+        kernel.send(Direction::Egress, &packet(Content::Tcp(TcpFlags::SYN), A, W));
+        kernel.send(Direction::Egress, &packet(Content::Udp, (NODE, 50_000), (WEB, 80)));
+        kernel.send(Direction::Ingress, &packet(Content::Tcp(TcpFlags::SYN), (WEB, 39_000), (POD_B, 80)));
+
+        let flows = kernel.view.flows().unwrap();
+        let [tcp, udp] = flows.as_slice() else { panic!("{flows:?}") };
+        assert_eq!((tcp.origin, tcp.external, tcp.remote), (end(POD_A, 41_000), end(NODE, 41_000), end(WEB, 443)));
+        assert_eq!((tcp.protocol, tcp.state, tcp.owner), (Protocol::Tcp, FlowState::Opening, FlowOwner::Pod));
+        assert_eq!(tcp.ifindex, LOOPBACK);
+        assert_eq!((udp.origin, udp.external, udp.owner), (end(NODE, 50_000), end(NODE, 50_000), FlowOwner::Host));
+
+        let inbound = kernel.view.inbound().unwrap();
+        let [flow] = inbound.as_slice() else { panic!("{inbound:?}") };
+        assert_eq!((flow.pod, flow.remote), (end(POD_B, 80), end(WEB, 39_000)));
+
+        kernel.send(Direction::Ingress, &packet(Content::Tcp(TcpFlags::SYN_ACK), W, OUTSIDE));
+        assert_eq!(kernel.view.flows().unwrap()[0].state, FlowState::Established);
+        kernel.send(Direction::Egress, &packet(Content::Tcp(TcpFlags::FIN), A, W));
+        assert_eq!(kernel.view.flows().unwrap()[0].state, FlowState::Established, "the other end may go on sending");
+        kernel.send(Direction::Ingress, &packet(Content::Tcp(TcpFlags::FIN), W, OUTSIDE));
+        assert_eq!(kernel.view.flows().unwrap()[0].state, FlowState::Closing);
+        kernel.send(Direction::Egress, &packet(Content::Tcp(TcpFlags::SYN), A, W));
+        assert_eq!(kernel.view.flows().unwrap()[0].state, FlowState::Opening, "a SYN starts anew");
+        kernel.send(Direction::Ingress, &packet(Content::Tcp(TcpFlags::RST), W, OUTSIDE));
+        assert_eq!(kernel.view.flows().unwrap()[0].state, FlowState::Reset);
+    });
+}
+
+// case: masquerade LT1
+#[test]
+fn an_idle_udp_flow_goes_after_its_time_and_its_port_is_free_again() {
+    isolated(|bpffs| {
+        let mut kernel = Kernel::new(&bpffs.join("cistern"));
+        let pod_b = packet(Content::Udp, (POD_B, 41_000), W);
+        kernel.send(Direction::Egress, &packet(Content::Udp, A, W));
+        assert_eq!(collect(&kernel, 29).expired, 0);
+        assert_ne!(kernel.send(Direction::Egress, &pod_b).0, Verdict::Source(end(NODE, 41_000)));
+
+        // Answered, it lives longer.
+        kernel.send(Direction::Ingress, &packet(Content::Udp, W, OUTSIDE));
+        assert_eq!(collect(&kernel, 31).expired, 1, "only the one without an answer");
+        assert_eq!(kernel.flows(), 1);
+        let over = collect(&kernel, 180);
+        assert_eq!((over.expired, kernel.flows()), (1, 0));
+        let cache: HashMap<MapData, FlowKey, FwdValue> = kernel.map("cst_fwd");
+        assert_eq!(cache.keys().count(), 0, "the cache forgets with the authority");
+        assert_eq!(kernel.send(Direction::Egress, &pod_b).0, Verdict::Source(end(NODE, 41_000)), "the port is free");
+    });
+}
+
+// case: masquerade LT2
+#[test]
+fn tcp_flows_go_by_their_state() {
+    isolated(|bpffs| {
+        let mut kernel = Kernel::new(&bpffs.join("cistern"));
+        let mut send = |direction, flags, from, to| {
+            kernel.send(direction, &packet(Content::Tcp(flags), from, to));
+        };
+        let ports: [u16; 4] = [41_000, 41_001, 41_002, 41_003];
+        for port in ports {
+            send(Direction::Egress, TcpFlags::SYN, (POD_A, port), W);
+        }
+        // 41000 stays half open; the others are answered.
+        for port in &ports[1..] {
+            send(Direction::Ingress, TcpFlags::SYN_ACK, W, (NODE, *port));
+        }
+        send(Direction::Ingress, TcpFlags::RST, W, (NODE, 41_001));
+        send(Direction::Egress, TcpFlags::FIN, (POD_A, 41_002), W);
+        send(Direction::Ingress, TcpFlags::FIN, W, (NODE, 41_002));
+
+        assert_eq!(collect(&kernel, 9).expired, 0);
+        assert_eq!(collect(&kernel, 10).expired, 1, "the one that was reset");
+        assert_eq!(collect(&kernel, 60).expired, 2, "half open, and closed by both ends");
+        assert_eq!(collect(&kernel, 7_260).expired, 0);
+        assert_eq!(collect(&kernel, 21_600).expired, 1, "established, after the setting's time");
+        assert_eq!(kernel.flows(), 0);
+    });
+}
+
+#[test]
+fn inbound_entries_go_too() {
+    isolated(|bpffs| {
+        let mut kernel = Kernel::new(&bpffs.join("cistern"));
+        kernel.send(Direction::Ingress, &packet(Content::Udp, (WEB, 39_000), (POD_A, 53)));
+        // The NAT map gives the time to compare with.
+        kernel.send(Direction::Egress, &packet(Content::Tcp(TcpFlags::SYN), A, W));
+        let kept = collect(&kernel, 28);
+        assert_eq!((kept.inbound, kept.inbound_expired), (1, 0));
+        assert_eq!(collect(&kernel, 32).inbound_expired, 1);
+        assert!(kernel.view.inbound().unwrap().is_empty());
+    });
+}
+
+// case: masquerade NM16, NM17
+#[test]
+fn flows_under_an_address_that_left_the_node_are_deleted_and_counted() {
+    isolated(|bpffs| {
+        let mut kernel = Kernel::new(&bpffs.join("cistern"));
+        kernel.close_windows();
+        kernel.send(Direction::Egress, &packet(Content::Udp, A, W));
+        kernel.send(Direction::Egress, &packet(Content::Udp, (POD_B, 41_001), W));
+        assert_eq!(collect(&kernel, 0).stale, 0);
+
+        // On another device, it is still the node's.
+        kernel.readdress(Some(NODE_OTHER));
+        assert_eq!(collect(&kernel, 0).stale, 0);
+
+        kernel.include("172.29.8.20/32".parse().unwrap());
+        let (verdict, counters) = kernel.send(Direction::Egress, &packet(Content::Udp, A, W));
+        assert_eq!(verdict, Verdict::Source(end(NODE_OTHER, 41_000)));
+        assert!(counters.contains(&"stale-address".to_owned()), "{counters:?}");
+        assert_eq!(collect(&kernel, 0).stale, 1, "the one that sent nothing");
+        assert_eq!(kernel.flows(), 1);
+
+        kernel.devices.insert(LOOPBACK, DeviceEntry { address: Some(NODE) }).unwrap();
+        let (verdict, _) = kernel.send(Direction::Egress, &packet(Content::Udp, (POD_B, 41_001), W));
+        assert_eq!(verdict, Verdict::Source(end(NODE, 41_001)), "usable at once when it is back");
+    });
+}
+
+// case: masquerade NM19
+#[test]
+fn many_flows_are_listed_whole() {
+    isolated(|bpffs| {
+        let capacities = cistern::datapath::Capacities { flows: 65_536, inbound: 64 };
+        let kernel = Kernel::with(&bpffs.join("cistern"), capacities);
+        let mut map: HashMap<MapData, RevKey, RevValue> = kernel.map("cst_rev");
+        let flow = FlowKey {
+            source: POD_A.octets(),
+            destination: WEB.octets(),
+            source_port: [0; 2],
+            destination_port: [1, 187],
+            protocol: 6,
+            zero: [0; 3],
+        };
+        let value = RevValue {
+            origin: POD_A.octets(),
+            origin_port: [0; 2],
+            sent: 1,
+            received: 1,
+            last_seen: 1,
+            created: 1,
+            ifindex: 2,
+            owner: 0,
+            zero: [0; 3],
+        };
+        for port in 0..60_000_u16 {
+            let key = flow.outside(NODE.octets(), port.to_be_bytes());
+            map.insert(key, RevValue { origin_port: port.to_be_bytes(), ..value }, 0).unwrap();
+        }
+        let flows = kernel.view.flows().unwrap();
+        assert_eq!(flows.len(), 60_000);
+        assert!(flows.iter().all(|flow| flow.origin.port() == flow.external.port()));
+        let text = serde_json::to_string(&flows).unwrap();
+        let back: Vec<cistern_core::masquerade::expire::FlowRecord> = serde_json::from_str(&text).unwrap();
+        assert_eq!(back, flows);
+    });
+}

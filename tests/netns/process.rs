@@ -1,0 +1,295 @@
+//! The real `cistern agent` as a process on a node of the lab, against the small API server: bad input and faults.
+
+use cistern_tests::lab::{Lab, Machine};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Child, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn program(name: &str) -> PathBuf {
+    let path = std::env::current_exe().unwrap().parent().unwrap().with_file_name(name);
+    assert!(path.is_file(), "{} is not there: cargo build --bins", path.display());
+    path
+}
+
+const KUBECONFIG: &str = "/run/kubeconfig";
+const LISTEN: &str = "127.0.0.1:6443";
+
+/// A node with its own API server, so that each test can take either away.
+struct Rig {
+    agent: Option<Child>,
+    api: Option<Child>,
+    node: Machine,
+    _lab: Lab,
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        for child in [&mut self.agent, &mut self.api].into_iter().flatten() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "waited for {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+impl Rig {
+    fn new(prefix: &str) -> Self {
+        let lab = Lab::new(prefix).unwrap();
+        let node = lab.node("node-a", "172.29.8.20/24".parse().unwrap()).unwrap();
+        node.run("ip", &["route", "add", "default", "via", "172.29.8.1"]).unwrap();
+        Self { agent: None, api: None, node, _lab: lab }
+    }
+
+    fn start_api(&mut self) {
+        let mut command = self.node.command(program("cistern-apiserver"));
+        command.args(["--listen", LISTEN, "--kubeconfig", KUBECONFIG]);
+        self.api = Some(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap());
+        let written = self.node.file(KUBECONFIG);
+        until("the kubeconfig", || written.exists());
+    }
+
+    fn stop_api(&mut self) {
+        let mut api = self.api.take().unwrap();
+        api.kill().unwrap();
+        api.wait().unwrap();
+    }
+
+    /// A kubeconfig for a server that is not there.
+    fn write_kubeconfig(&self) {
+        let address = LISTEN.parse().unwrap();
+        std::fs::write(self.node.file(KUBECONFIG), cistern_tests::apiserver::kubeconfig(address)).unwrap();
+    }
+
+    fn command(&self, settings: &[&str]) -> std::process::Command {
+        let mut command = self.node.command(program("cistern"));
+        command.args(["agent", "--leader-election=true", "--node-name", "node-a", "--k8s-kubeconfig-path", KUBECONFIG]);
+        if !settings.contains(&"--cluster-pool-ipv4-cidr") {
+            command.args(["--cluster-pool-ipv4-cidr", "10.244.0.0/16"]);
+        }
+        command.args(settings).stdin(Stdio::null());
+        command
+    }
+
+    fn start_agent(&mut self, settings: &[&str]) {
+        let log = std::fs::File::create(self.node.file("/run/agent.log")).unwrap();
+        let mut command = self.command(settings);
+        self.agent = Some(command.stdout(Stdio::null()).stderr(log).spawn().unwrap());
+    }
+
+    fn kill_agent(&mut self) {
+        let mut agent = self.agent.take().unwrap();
+        agent.kill().unwrap();
+        agent.wait().unwrap();
+    }
+
+    /// Runs an agent that must end by itself.
+    fn refused(&self, settings: &[&str]) -> (i32, String) {
+        let mut child = self.command(settings).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while child.try_wait().unwrap().is_none() {
+            if Instant::now() > deadline {
+                child.kill().unwrap();
+                panic!("the agent started with {settings:?}");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let Output { status, stderr, .. } = child.wait_with_output().unwrap();
+        (status.code().unwrap(), String::from_utf8(stderr).unwrap())
+    }
+
+    fn status(&self) -> Option<Value> {
+        let output = self
+            .node
+            .command(program("cistern"))
+            .args(["status", "-o", "json"])
+            .stderr(Stdio::null())
+            .output()
+            .unwrap();
+        serde_json::from_slice(&output.stdout).ok()
+    }
+
+    fn is_ready(&self) -> bool {
+        self.status().is_some_and(|status| status["health"]["ready"] == json!(true))
+    }
+
+    fn wait(&self, name: &str) -> Option<String> {
+        let status = self.status()?;
+        let waits = status["waits"].as_array()?.clone();
+        let wait = waits.into_iter().find(|wait| wait["name"] == name)?;
+        Some(wait["reason"].as_str()?.to_owned())
+    }
+
+    fn cni(&self, verb: &str, name: &str) -> Result<Value, Value> {
+        let mut child = self
+            .node
+            .command(program("cistern-cni"))
+            .envs([("CNI_COMMAND", verb), ("CNI_CONTAINERID", name), ("CNI_IFNAME", "eth0"), ("CNI_PATH", "/")])
+            .env("CNI_NETNS", format!("/run/netns/{name}"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        child.stdin.take().unwrap().write_all(br#"{"cniVersion":"1.0.0","name":"n","type":"cistern-cni"}"#).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let value =
+            if output.stdout.is_empty() { Value::Null } else { serde_json::from_slice(&output.stdout).unwrap() };
+        if output.status.success() { Ok(value) } else { Err(value) }
+    }
+
+    /// Whether the agent holds an address for a container.
+    fn holds(&self, name: &str) -> bool {
+        let program = program("cistern");
+        let rows = self.node.json(program.to_str().unwrap(), &["ip", "list", "-o", "json"]).unwrap();
+        rows.as_array().unwrap().iter().any(|row| row["container_id"] == name && row["state"] == "confirmed")
+    }
+
+    fn add(&self, name: &str) -> Result<Value, Value> {
+        self.node.pod(name).unwrap();
+        self.cni("ADD", name)
+    }
+}
+
+#[test]
+fn bad_settings_end_with_64_and_name_the_fix() {
+    let rig = Rig::new("p-settings");
+    rig.write_kubeconfig();
+    for (settings, words) in [
+        (&["--cluster-pool-ipv4-cidr", "172.29.0.0/16"][..], &["172.29.8.0/24", "eth0", "cluster-pool-ipv4-cidr"][..]),
+        (&["--cluster-pool-ipv4-cidr", "10.244/16"], &["cluster-pool-ipv4-cidr", "10.244/16"]),
+        (&["--cluster-pool-ipv4-mask-size", "31"], &["mask", "31"]),
+        (&["--ipam", "clusterpool"], &["ipam", "clusterpool"]),
+    ] {
+        let (code, text) = rig.refused(settings);
+        assert_eq!(code, 64, "{settings:?}: {text}");
+        for word in words {
+            assert!(text.contains(word), "{settings:?}: {text} lacks {word}");
+        }
+    }
+    std::fs::create_dir_all(rig.node.file("/run/config")).unwrap();
+    std::fs::write(rig.node.file("/run/config/enable-ipv4-masqurade"), "true").unwrap();
+    let (code, text) = rig.refused(&["--config-dir", "/run/config"]);
+    assert_eq!(code, 64);
+    assert!(text.contains("enable-ipv4-masqurade") && text.contains("enable-ipv4-masquerade"), "{text}");
+}
+
+#[test]
+fn without_bpffs_the_agent_says_how_to_mount_it() {
+    let rig = Rig::new("p-bpffs");
+    rig.write_kubeconfig();
+    rig.node.run("umount", &["/sys/fs/bpf"]).unwrap();
+    let (code, text) = rig.refused(&[]);
+    assert_ne!(code, 0);
+    assert!(text.contains("/sys/fs/bpf") && text.contains("mount"), "{text}");
+}
+
+#[test]
+fn with_the_api_server_down_it_waits_visibly_and_serves_as_soon_as_it_is_back() {
+    let mut rig = Rig::new("p-api-start");
+    rig.write_kubeconfig();
+    rig.start_agent(&[]);
+    until("the wait to be told", || rig.wait("watch ciliumnodes").is_some());
+    let reason = rig.wait("watch ciliumnodes").unwrap();
+    assert!(reason.contains("refused"), "{reason}");
+    let error = rig.add("early").unwrap_err();
+    assert_eq!(error["code"], 11, "{error}");
+    assert!(error["msg"].as_str().unwrap().contains("pod CIDR"), "{error}");
+    rig.start_api();
+    until("readiness", || rig.is_ready());
+    rig.cni("ADD", "early").unwrap();
+}
+
+#[test]
+fn pods_are_served_while_the_api_server_is_away_even_over_a_restart() {
+    let mut rig = Rig::new("p-api-later");
+    rig.start_api();
+    rig.start_agent(&[]);
+    until("readiness", || rig.is_ready());
+    let before = rig.add("one").unwrap();
+    // What a restart needs is on disk half a second after it was learnt.
+    until("the pool on disk", || rig.node.file("/var/lib/cistern/node.json").exists());
+    rig.stop_api();
+    rig.add("two").unwrap();
+    rig.kill_agent();
+    rig.start_agent(&[]);
+    until("readiness without API server", || rig.is_ready());
+    rig.add("three").unwrap();
+    // The lease from before is the same one.
+    let again = rig.cni("ADD", "one").unwrap();
+    assert_eq!(again["ips"], before["ips"]);
+    assert!(rig.holds("one"));
+    for name in ["one", "two", "three"] {
+        rig.cni("DEL", name).unwrap();
+    }
+}
+
+#[test]
+fn an_exhausted_pool_is_told_with_its_numbers_and_serves_again_after_a_del() {
+    let mut rig = Rig::new("p-full");
+    rig.start_api();
+    rig.start_agent(&["--cluster-pool-ipv4-mask-size", "29"]);
+    until("readiness", || rig.is_ready());
+    // Eight addresses: network, broadcast and router are no pod's.
+    for number in 0..5 {
+        rig.add(&format!("p{number}")).unwrap();
+    }
+    let error = rig.add("p5").unwrap_err();
+    assert_eq!(error["code"], 11, "{error}");
+    let message = error["msg"].as_str().unwrap();
+    assert!(message.contains("/29") && message.contains("5 in use"), "{message}");
+    rig.cni("DEL", "p0").unwrap();
+    rig.cni("ADD", "p5").unwrap();
+}
+
+#[test]
+fn a_device_without_address_makes_the_node_not_ready_and_traffic_passes() {
+    let mut rig = Rig::new("p-address");
+    rig.start_api();
+    rig.start_agent(&["--devices", "eth0"]);
+    until("readiness", || rig.is_ready());
+    rig.node.run("ip", &["address", "flush", "dev", "eth0"]).unwrap();
+    until("the device without address", || {
+        rig.status().is_some_and(|status| status["masquerade"]["devices"][0]["address"] == Value::Null)
+    });
+    let status = rig.status().unwrap();
+    assert_eq!(status["health"]["ready"], json!(false), "{}", status["health"]);
+    assert!(status["health"]["reasons"].to_string().contains("eth0"), "{}", status["health"]);
+    rig.node.run("ip", &["address", "add", "172.29.8.20/24", "dev", "eth0"]).unwrap();
+    until("readiness again", || rig.is_ready());
+}
+
+#[test]
+fn without_a_device_the_node_is_not_ready_and_says_why() {
+    let mut rig = Rig::new("p-device");
+    rig.start_api();
+    rig.start_agent(&["--devices", "wlan+"]);
+    until("the reason", || {
+        rig.status().is_some_and(|status| status["health"]["reasons"].to_string().contains("wlan+"))
+    });
+    assert!(!rig.is_ready());
+}
+
+#[test]
+fn a_damaged_lease_is_set_aside_and_the_pods_of_the_others_go_on() {
+    let mut rig = Rig::new("p-damaged");
+    rig.start_api();
+    rig.start_agent(&[]);
+    until("readiness", || rig.is_ready());
+    rig.add("good").unwrap();
+    rig.kill_agent();
+    let leases = rig.node.file("/var/lib/cistern/leases");
+    std::fs::write(leases.join("pod-000000000000000000000000.json"), "{\"format\":").unwrap();
+    rig.start_agent(&[]);
+    until("readiness", || rig.is_ready());
+    assert!(rig.holds("good"));
+    assert!(leases.join("pod-000000000000000000000000.json.unreadable-1").exists());
+}

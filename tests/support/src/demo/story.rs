@@ -1,0 +1,299 @@
+//! What happens, in order, and what is seen of it.
+
+use super::cluster::{Cluster, OUTSIDE, PORT, PREFIX, PodAddress, ask, leftovers, wait_for};
+use crate::lab::Lab;
+use crate::probe::StreamReport;
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// What the demo can be told.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Options {
+    /// Leave everything running.
+    pub keep: bool,
+}
+
+/// Ends what an earlier `--keep`, or a killed run, left.
+///
+/// # Errors
+/// When a process does not end.
+pub fn clean() -> Result<()> {
+    let ended = Lab::remove_left(PREFIX)?;
+    println!("{ended} processes ended");
+    Ok(())
+}
+
+/// Prints lines and remembers what was not so.
+struct Teller {
+    failed: u32,
+}
+
+impl Teller {
+    /// One item of the story: a line with what was seen, or what was not so.
+    fn tell(&mut self, item: &str, seen: Result<String>) {
+        match seen {
+            Ok(seen) => println!("  ok    {item:<34} {seen}"),
+            Err(error) => {
+                self.failed += 1;
+                println!("  FAIL  {item:<34} {error:#}");
+            }
+        }
+    }
+}
+
+/// Runs the whole story. Whether all of it was as it should be.
+///
+/// # Errors
+/// When it cannot even begin.
+pub fn run(options: Options) -> Result<bool> {
+    let begun = Instant::now();
+    let mut teller = Teller { failed: 0 };
+    let mut cluster = Cluster::start(options.keep).context("two nodes, a host outside and an API server")?;
+    println!("node-a 172.29.8.20, node-b 172.29.8.21, a host outside {OUTSIDE}, an API server\n");
+    match pods(&mut cluster, &mut teller) {
+        Ok(pods) => {
+            traffic(&cluster, &pods, &mut teller);
+            let seen = survive(&mut cluster, &pods);
+            teller.tell("agent killed and restarted", seen);
+            explain(&cluster, &pods, &mut teller);
+            if !options.keep {
+                let seen = remove(&mut cluster, &pods);
+                teller.tell("DEL of every pod", seen);
+            }
+        }
+        Err(error) => teller.tell("agents and pods", Err(error)),
+    }
+    if options.keep {
+        println!("\n{}", cluster.tour());
+    }
+    drop(cluster);
+    if !options.keep {
+        let left = Lab::remove_left(PREFIX).and_then(|count| {
+            ensure!(count == 0, "{count} processes were left");
+            Ok("no process, namespace, device or mount is left".to_owned())
+        });
+        teller.tell("clean machine", left);
+    }
+    let seconds = begun.elapsed().as_secs_f64();
+    match teller.failed {
+        0 => println!("\nAll of it was so, in {seconds:.0} s."),
+        failed => println!("\n{failed} of it were NOT so ({seconds:.0} s)."),
+    }
+    Ok(teller.failed == 0)
+}
+
+/// Starts the agents and two pods on each node.
+fn pods(cluster: &mut Cluster, teller: &mut Teller) -> Result<Vec<PodAddress>> {
+    for index in 0..cluster.nodes.len() {
+        cluster.start_agent(index)?;
+    }
+    let mut leaders = Vec::new();
+    for index in 0..cluster.nodes.len() {
+        let status = cluster.ready(index)?;
+        let name = text(&status, "/node");
+        let seen = format!("{} router {}", text(&status, "/pod_cidr"), text(&status, "/router"));
+        teller.tell(&format!("pod CIDR of {name}"), Ok(seen));
+        if status.pointer("/leader_election/leading") == Some(&Value::Bool(true)) {
+            leaders.push(name);
+        }
+    }
+    let one = match leaders.as_slice() {
+        [leader] => Ok(format!("{leader} was elected, and gave both nodes their block")),
+        others => Err(anyhow::anyhow!("leaders: {others:?}; expected one")),
+    };
+    teller.tell("leader of the operators", one);
+    let listed = cluster.kubectl(&["get", "ciliumnodes", "--no-headers", "-o", "name"]);
+    teller.tell("kubectl get ciliumnodes", listed.map(|names| names.split_whitespace().collect::<Vec<_>>().join(" ")));
+    let mut pods = Vec::new();
+    for index in 0..cluster.nodes.len() {
+        for number in 1..=2 {
+            let letter = if index == 0 { 'a' } else { 'b' };
+            pods.push(cluster.add_pod(index, &format!("pod-{letter}{number}"))?);
+        }
+    }
+    // The host outside reaches pods by their node, as a router in front of a cluster does.
+    for index in 0..cluster.nodes.len() {
+        let status = cluster.ready(index)?;
+        let (cidr, node) = (text(&status, "/pod_cidr"), cluster.nodes.get(index).context("node")?.machine.address());
+        cluster.outside.run("ip", &["route", "add", &cidr, "via", &node.to_string()])?;
+    }
+    let names: Vec<String> = pods.iter().map(|pod| format!("{} {}", pod.name, pod.address)).collect();
+    teller.tell("cistern-cni ADD", Ok(names.join(", ")));
+    // Routes to the other node's pods follow its block.
+    let wanted = pods.iter().find(|pod| pod.node == 1).context("no pod on node-b")?.address;
+    let machine = &cluster.nodes.first().context("no node-a")?.machine;
+    wait_for("the route to node-b's pods", || {
+        Ok(machine.run("ip", &["route", "get", &wanted.to_string()])?.contains("172.29.8.21"))
+    })?;
+    Ok(pods)
+}
+
+fn text(value: &Value, pointer: &str) -> String {
+    value.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned()
+}
+
+fn traffic(cluster: &Cluster, pods: &[PodAddress], teller: &mut Teller) {
+    let [a1, a2, b1, ..] = pods else {
+        teller.tell("pods", Err(anyhow::anyhow!("{} pods; expected four", pods.len())));
+        return;
+    };
+    teller.tell("pod to pod on one node", keeps_address(cluster, a1, a2.address));
+    teller.tell("pod to pod across nodes", keeps_address(cluster, a1, b1.address));
+    for pod in [a1, b1] {
+        for protocol in ["tcp", "udp"] {
+            let item = format!("{} to outside, {protocol}", pod.name);
+            teller.tell(&item, leaves_as_node(cluster, pod, protocol));
+        }
+    }
+    teller.tell("outside to pod", answered_by_pod(cluster, b1));
+    teller.tell("bpftool map dump of that node", flow_in_map(cluster, b1));
+}
+
+/// The other pod sees the pod's own address.
+fn keeps_address(cluster: &Cluster, from: &PodAddress, to: Ipv4Addr) -> Result<String> {
+    for protocol in ["tcp", "udp"] {
+        let answer = ask(cluster.in_pod(from)?, protocol, to)?;
+        ensure!(
+            answer.seen_as.ip() == IpAddr::V4(from.address),
+            "{protocol}: {} was seen as {}; expected its own address",
+            from.name,
+            answer.seen_as
+        );
+    }
+    Ok(format!("{to} sees {} as {}", from.name, from.address))
+}
+
+/// The host outside sees the node's address, and its answer reaches the pod.
+fn leaves_as_node(cluster: &Cluster, pod: &PodAddress, protocol: &str) -> Result<String> {
+    let answer = ask(cluster.in_pod(pod)?, protocol, OUTSIDE)?;
+    let node = cluster.nodes.get(pod.node).context("node")?.machine.address();
+    ensure!(
+        answer.seen_as.ip() == IpAddr::V4(node),
+        "{OUTSIDE} saw {}; expected the node's address {node}",
+        answer.seen_as
+    );
+    ensure!(answer.answered_by.ip() == IpAddr::V4(OUTSIDE), "answered by {}", answer.answered_by);
+    Ok(format!("{OUTSIDE} sees {} (the node), its answer reaches {}", answer.seen_as, pod.address))
+}
+
+/// A client outside is answered by the pod's own address.
+fn answered_by_pod(cluster: &Cluster, pod: &PodAddress) -> Result<String> {
+    for protocol in ["tcp", "udp"] {
+        let answer = ask(cluster.outside.command(cluster.program("cistern-probe")), protocol, pod.address)?;
+        ensure!(
+            answer.answered_by.ip() == IpAddr::V4(pod.address),
+            "{protocol}: answered by {}; expected {}",
+            answer.answered_by,
+            pod.address
+        );
+    }
+    Ok(format!("{} answers by its own address {}", pod.name, pod.address))
+}
+
+/// The flow of the pod in the kernel's map, as bpftool prints it.
+fn flow_in_map(cluster: &Cluster, pod: &PodAddress) -> Result<String> {
+    let rows = cluster.dump(pod.node, "cst_rev")?;
+    let octets = Value::from(pod.address.octets().to_vec());
+    let formatted = |row: &Value| row.get("formatted").unwrap_or(row).clone();
+    let row = rows
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(formatted)
+        .find(|row| row.pointer("/value/origin") == Some(&octets))
+        .with_context(|| format!("cst_rev holds no flow of {}", pod.address))?;
+    let part = |pointer: &str| row.pointer(pointer).map(ToString::to_string).unwrap_or_default();
+    Ok(format!(
+        "cst_rev: remote {} external {} external_port {} origin {} origin_port {}",
+        part("/key/remote"),
+        part("/key/external"),
+        part("/key/external_port"),
+        part("/value/origin"),
+        part("/value/origin_port")
+    ))
+}
+
+/// A stream that runs until its input is closed.
+struct Stream {
+    what: &'static str,
+    child: Child,
+}
+
+impl Stream {
+    fn start(mut command: Command, what: &'static str) -> Result<Self> {
+        let to = SocketAddr::new(IpAddr::V4(OUTSIDE), PORT).to_string();
+        command.args([what, &to]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        Ok(Self { what, child: command.spawn()? })
+    }
+
+    fn finish(mut self) -> Result<StreamReport> {
+        drop(self.child.stdin.take());
+        let output = self.child.wait_with_output()?;
+        let report: StreamReport =
+            serde_json::from_slice(&output.stdout).with_context(|| format!("{}: no report", self.what))?;
+        if let Some(error) = &report.error {
+            anyhow::bail!("{}: {error} after {} of {} messages", self.what, report.received, report.sent);
+        }
+        ensure!(report.lost() == 0, "{}: {} of {} messages lost", self.what, report.lost(), report.sent);
+        ensure!(report.sent > 100, "{}: only {} messages were sent", self.what, report.sent);
+        Ok(report)
+    }
+}
+
+/// `kill -9` of an agent under traffic, and its restart: nothing is lost.
+fn survive(cluster: &mut Cluster, pods: &[PodAddress]) -> Result<String> {
+    let pod = pods.first().context("no pod")?;
+    let tcp = Stream::start(cluster.in_pod(pod)?, "stream-tcp")?;
+    let udp = Stream::start(cluster.in_pod(pod)?, "stream-udp")?;
+    std::thread::sleep(Duration::from_secs(1));
+    cluster.kill_agent(pod.node)?;
+    std::thread::sleep(Duration::from_secs(2));
+    // A flow that begins while no agent runs is translated all the same.
+    let without_agent = leaves_as_node(cluster, pod, "tcp").context("while no agent runs")?;
+    cluster.start_agent(pod.node)?;
+    cluster.ready(pod.node)?;
+    std::thread::sleep(Duration::from_secs(1));
+    let (tcp, udp) = (tcp.finish()?, udp.finish()?);
+    ensure!(!without_agent.is_empty(), "no flow while no agent ran");
+    Ok(format!(
+        "kill -9 and restart: 0 of {} UDP datagrams (1,000 a second) and 0 of {} TCP messages lost, longest gap {} ms",
+        udp.sent,
+        tcp.sent,
+        udp.longest_gap_ms.max(tcp.longest_gap_ms)
+    ))
+}
+
+fn explain(cluster: &Cluster, pods: &[PodAddress], teller: &mut Teller) {
+    let (Some(from), Some(other)) = (pods.first(), pods.iter().find(|pod| pod.node == 1)) else { return };
+    for (to, verdict) in [(format!("{OUTSIDE}:443"), "masqueraded"), (format!("{}:443", other.address), "unchanged")] {
+        let source = from.address.to_string();
+        let arguments = ["explain", "masquerade", "--from", source.as_str(), "--to", to.as_str()];
+        let seen = cluster.cistern_json(from.node, &arguments).and_then(|answer| {
+            ensure!(text(&answer, "/verdict") == verdict, "{answer}; expected {verdict}");
+            Ok(format!("{verdict} by rule {}: {}", text(&answer, "/rule"), text(&answer, "/why")))
+        });
+        teller.tell(&format!("explain {to}"), seen);
+    }
+}
+
+/// DEL of every pod leaves nothing of it.
+fn remove(cluster: &mut Cluster, pods: &[PodAddress]) -> Result<String> {
+    for pod in pods {
+        cluster.cni(pod.node, "DEL", &pod.name)?;
+        cluster.cni(pod.node, "DEL", &pod.name).context("the second DEL")?;
+    }
+    for index in 0..cluster.nodes.len() {
+        let rows = cluster.dump(index, "cst_endpoints")?;
+        let held = rows.as_array().map_or(0, Vec::len);
+        ensure!(held == 0, "node {index}: {held} endpoints are left in the map");
+        let status = cluster.cistern_json(index, &["status"])?;
+        let used = status.pointer("/addresses/used").and_then(Value::as_u64);
+        ensure!(used == Some(0), "node {index}: {used:?} addresses are still used");
+        let left = leftovers(&cluster.nodes.get(index).context("node")?.machine)?;
+        ensure!(left.is_empty(), "node {index}: {left:?} are left");
+    }
+    Ok("twice each; no device, route, endpoint or lease is left".to_owned())
+}
