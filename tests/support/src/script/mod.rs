@@ -36,7 +36,7 @@ use world::World;
 const FAULT_PERCENT: u8 = 10;
 
 /// Virtual time between two tries of a paragraph, and for how long it is tried.
-const RETRY_EVERY: Duration = Duration::from_millis(250);
+const RETRY_EVERY: Duration = Duration::from_millis(500);
 const RETRY_FOR: Duration = Duration::from_secs(15 * 60);
 
 /// Overrides the seed of every script.

@@ -84,7 +84,7 @@ impl World {
         for definition in cistern_crds::all() {
             server.create(&serde_json::to_value(definition)?)?;
         }
-        server.set_faults(faults);
+        server.set_faults(faults, &[]);
         Ok(Self {
             server,
             backup: None,
@@ -99,10 +99,10 @@ impl World {
         })
     }
 
-    /// Sets the share of calls and operations, in percent, that meet a fault.
-    pub(super) fn set_faults(&mut self, percent: u8) {
+    /// Sets the share of calls and operations, in percent, that meet a fault; calls for the spared resources meet none.
+    pub(super) fn set_faults(&mut self, percent: u8, spared: &[&str]) {
         self.faults = percent;
-        self.server.set_faults(percent);
+        self.server.set_faults(percent, spared);
         self.machines.values().for_each(|machine| machine.set_faults(percent));
     }
 

@@ -25,9 +25,13 @@ fn duration(text: &str) -> Result<Duration, String> {
 }
 
 pub(super) fn faults(world: &mut World, arguments: &[&str]) -> Outcome {
-    let [text] = exactly(arguments, "faults off|PERCENT")?;
+    let (text, spared) = match arguments {
+        [text] => (*text, Vec::new()),
+        [text, "except", spared @ ..] => (*text, spared.to_vec()),
+        _ => return Err("expected: faults off|PERCENT [except RESOURCE…]".to_owned()),
+    };
     let percent = if text == "off" { 0 } else { text.parse().map_err(|_| format!("{text}: expected a number"))? };
-    world.set_faults(percent);
+    world.set_faults(percent, &spared);
     Ok(silent())
 }
 
