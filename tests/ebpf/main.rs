@@ -9,5 +9,6 @@ mod flows;
 mod frame;
 mod isolated;
 mod kernel;
+mod live;
 
 mod pins;

@@ -198,8 +198,9 @@ impl Attachments {
                     let link = direction.state(&self.pins, ifindex)?;
                     Ok::<_, DatapathError>(link == Some(TcxLink { program_id: direction.id, ifindex }))
                 };
-                let complete = runs(&self.ingress)? && runs(&self.egress)?;
+                // A device that moved to another namespace took its links along.
                 let name = device_name(ifindex).unwrap_or_default();
+                let complete = !name.is_empty() && runs(&self.ingress)? && runs(&self.egress)?;
                 Ok((ifindex, AttachmentEntry { name, complete }))
             })
             .collect()
@@ -215,9 +216,9 @@ impl Attachments {
     }
 }
 
-/// The device's present name; `None` when it has gone.
+/// The device's present name; `None` when it has gone. For that the library answers an empty name, not an error.
 fn device_name(ifindex: u32) -> Option<String> {
-    if_indextoname(ifindex).ok().and_then(|name| name.into_string().ok())
+    if_indextoname(ifindex).ok().and_then(|name| name.into_string().ok()).filter(|name| !name.is_empty())
 }
 
 impl Operations for Attachments {

@@ -46,7 +46,7 @@ const SEED: &str = "CISTERN_SCRIPT_SEED";
 const LOG: &str = "CISTERN_SCRIPT_LOG";
 
 /// How many of the last API calls a failure shows.
-const SHOWN_CALLS: usize = 40;
+const SHOWN_CALLS: usize = 4000;
 
 /// A script that cannot be run, or that failed.
 #[derive(thiserror::Error)]
