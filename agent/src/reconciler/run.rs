@@ -40,7 +40,7 @@ struct Loop<O: Operations> {
 
 /// Makes the target follow `desired` until cancelled. Nothing is done before the table has synced.
 ///
-/// Cancelling never interrupts an operation: the loop ends between two.
+/// Cancelling never interrupts an operation that changes something: the loop ends between two.
 pub async fn run<O: Operations>(
     operations: O,
     options: Options,
@@ -109,7 +109,12 @@ impl<O: Operations> Loop<O> {
         desired: &BTreeMap<O::Key, O::Value>,
         cancel: &CancellationToken,
     ) -> Result<(), Option<Duration>> {
-        match self.operations.observe().await {
+        // Reading may wait for what does not come any more, for example a table whose watch has ended with this scope.
+        let observed = tokio::select! {
+            () = cancel.cancelled() => return Ok(()),
+            observed = self.operations.observe() => observed,
+        };
+        match observed {
             Ok(observed) => {
                 self.status.failing.remove("");
                 self.realised = observed;

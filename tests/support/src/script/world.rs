@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use cistern::app::agent_api::Answers;
 use cistern::app::agent_role::{self, Agent, Shared};
@@ -17,6 +18,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::archive::Archive;
@@ -26,6 +28,9 @@ use crate::apiserver::{ApiServer, Lifeline, Options, Snapshot};
 
 /// The network of the nodes; machines get its addresses in the order in which they come.
 const NODES: Ipv4Addr = Ipv4Addr::new(192, 168, 7, 0);
+
+/// Virtual time that a role may take to end. Longer than any call may wait for its answer.
+const ORDERLY_END: Duration = Duration::from_secs(120);
 
 /// The state of one run.
 pub(super) struct World {
@@ -59,9 +64,10 @@ impl Role {
     /// Ends it in order.
     pub(super) async fn stop(self) -> Result<(), String> {
         self.cancel.cancel();
-        match self.task.await {
-            Ok(outcome) => outcome.map_err(|error| format!("it ended with: {error:#}")),
-            Err(error) => Err(format!("it ended with: {error}")),
+        match timeout(ORDERLY_END, self.task).await {
+            Ok(Ok(outcome)) => outcome.map_err(|error| format!("it ended with: {error:#}")),
+            Ok(Err(error)) => Err(format!("it ended with: {error}")),
+            Err(_) => Err(format!("it did not end within {} s", ORDERLY_END.as_secs())),
         }
     }
 
@@ -73,7 +79,7 @@ impl Role {
         }
         self.cancel.cancel();
         // How a process that has been killed would have ended is of no interest.
-        let _ = self.task.await;
+        let _ = timeout(ORDERLY_END, self.task).await;
     }
 }
 
