@@ -179,7 +179,10 @@ fn consider(
     }
 
     if opens {
-        let _ = INBOUND.remove(flow);
+        // Asked first: that takes no lock, and there is hardly ever one.
+        if INBOUND.get_ptr(flow).is_some() {
+            let _ = INBOUND.remove(flow);
+        }
     } else if let Some(value) = INBOUND.get_ptr_mut(flow) {
         // SAFETY: as for the cache.
         let value = unsafe { &mut *value };

@@ -55,6 +55,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let program = |name| SchedClassifier::from_pin(datapath.pins().program(name));
     let (egress, ingress) = (program("cistern_egress")?, program("cistern_ingress")?);
 
+    for (name, program) in [("egress", &egress), ("ingress", &ingress)] {
+        let info = program.info()?;
+        let looked_at = info.verified_instruction_count().map_or_else(|| "unknown".to_owned(), |count| count.to_string());
+        println!("{name}: {} bytes of machine code; the verifier looked at {looked_at} instructions", info.size_jitted());
+    }
+
     let (pod, low, web) = ((POD_A, 41_000), (POD_A, 900), (WEB, 443));
     run(&egress, &frame(TcpFlags::SYN, pod, web), 1)?;
     run(&egress, &frame(TcpFlags::SYN, low, web), 1)?;
