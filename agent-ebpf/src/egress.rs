@@ -19,9 +19,8 @@ use aya_ebpf::bindings::{
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
 use cistern_ebpf_common::abi::{
-    Address, DeviceKey, ENDPOINT_EXEMPT, EndpointKey, ExcludedAddress, ExcludedValue, MARK_TRANSLATED,
-    OWNER_HOST, OWNER_POD, Port, REASON_OWN_NODE, RevValue, SETTING_IMMEDIATE, SETTING_MASQUERADE, SettingsValue, TCP,
-    seen,
+    Address, DeviceKey, ENDPOINT_EXEMPT, EndpointKey, ExcludedAddress, ExcludedValue, MARK_TRANSLATED, OWNER_HOST,
+    OWNER_POD, Port, REASON_OWN_NODE, RevValue, SETTING_IMMEDIATE, SETTING_MASQUERADE, SettingsValue, TCP, seen,
 };
 use cistern_ebpf_common::counter::Counter;
 use cistern_ebpf_common::header::{tcp_never_opens, tcp_opens, tcp_seen};

@@ -104,7 +104,11 @@ pub(crate) fn owned(key: &RevKey, flow: &FlowKey) -> Option<&'static mut RevValu
 
 /// Looks for the entry of a flow that the cache has lost, as far as any allocation ever went.
 #[inline(always)]
-pub(crate) fn find(settings: &SettingsValue, flow: &FlowKey, external: Address) -> Option<(Port, &'static mut RevValue)> {
+pub(crate) fn find(
+    settings: &SettingsValue,
+    flow: &FlowKey,
+    external: Address,
+) -> Option<(Port, &'static mut RevValue)> {
     if let Some(value) = owned(&flow.outside(external, flow.source_port), flow) {
         return Some((flow.source_port, value));
     }

@@ -57,8 +57,12 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     for (name, program) in [("egress", &egress), ("ingress", &ingress)] {
         let info = program.info()?;
-        let looked_at = info.verified_instruction_count().map_or_else(|| "unknown".to_owned(), |count| count.to_string());
-        println!("{name}: {} bytes of machine code; the verifier looked at {looked_at} instructions", info.size_jitted());
+        let looked_at =
+            info.verified_instruction_count().map_or_else(|| "unknown".to_owned(), |count| count.to_string());
+        println!(
+            "{name}: {} bytes of machine code; the verifier looked at {looked_at} instructions",
+            info.size_jitted()
+        );
     }
 
     let (pod, low, web) = ((POD_A, 41_000), (POD_A, 900), (WEB, 443));
@@ -105,8 +109,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         for ((_, rounds), value) in single.iter_mut().zip(values) {
             rounds.push(value);
         }
-        let values =
-            [run(&egress, &none, REPEAT)?, run(&egress, &unlisted, REPEAT)?, run(&ingress, &host, REPEAT)?];
+        let values = [run(&egress, &none, REPEAT)?, run(&egress, &unlisted, REPEAT)?, run(&ingress, &host, REPEAT)?];
         for ((_, rounds), value) in repeated.iter_mut().zip(values) {
             rounds.push(value);
         }

@@ -164,7 +164,8 @@ fn checksums_are_right_with_transmit_offload_on_and_off() {
             for port in [port, port - 42_000 + 800] {
                 for length in [1, 2, 1_001] {
                     let text = "x".repeat(length);
-                    let answer = site.ask(port, &text).unwrap_or_else(|error| panic!("{sender} {behind} {port}: {error}"));
+                    let answer =
+                        site.ask(port, &text).unwrap_or_else(|error| panic!("{sender} {behind} {port}: {error}"));
                     assert!(answer.starts_with(&format!("{NODE}:")) && answer.ends_with(&text), "{answer}");
                 }
                 let bytes: Vec<u8> = (0..1_000_000_u32).map(|n| n as u8).collect();

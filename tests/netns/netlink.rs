@@ -263,9 +263,9 @@ fn the_network_table_follows_changes_also_after_an_overflow() {
         for batch in many.chunks(200) {
             handle.apply(batch).unwrap();
         }
-        node.run("ip", &["link", "add", "last", "type", "dummy"]).unwrap();
+        node.run("ip", &["link", "add", "last", "type", "bridge"]).unwrap();
         until("the last device", &|network| {
-            network.links.values().any(|link| link.name == "last" && link.kind == "dummy" && !link.up)
+            network.links.values().any(|link| link.name == "last" && link.kind == "bridge" && !link.up)
         });
         drop(guard);
         follower.join().unwrap().unwrap();

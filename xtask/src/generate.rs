@@ -33,7 +33,10 @@ impl Generator {
 
 const GENERATORS: [Generator; 4] = [
     Generator::Folder { program: &["--package", "cistern-crds", "--example", "gen"], folder: "crds" },
-    Generator::Folder { program: &["--package", "cistern-core", "--example", "settings"], folder: "agent/core" },
+    Generator::File {
+        program: &["--package", "cistern-core", "--example", "settings"],
+        file: "agent/core/settings.md",
+    },
     Generator::File { program: &["--package", "cistern", "--example", "command-line"], file: "agent/command-line.md" },
     Generator::Region { make: maps::table, file: "agent-ebpf/README.md", name: "maps" },
 ];

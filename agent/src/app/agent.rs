@@ -136,7 +136,12 @@ async fn replay_deletions(endpoints: Endpoints) {
     }
 }
 
-async fn replay_once(directory: &Path, endpoints: &Endpoints) -> anyhow::Result<usize> {
+/// Carries out the DELs that wait in `directory`, and answers how many there were. To be called when the socket is
+/// served: a plugin that finds no agent writes under the lock that this waits for.
+///
+/// # Errors
+/// When one cannot be carried out; it stays, with those behind it.
+pub async fn replay_once(directory: &Path, endpoints: &Endpoints) -> anyhow::Result<usize> {
     if !directory.exists() {
         return Ok(0);
     }

@@ -36,17 +36,18 @@ pub fn command() -> Command {
             "operator",
             "Runs the operator: takes part in the leader election, gives each node its pod CIDR",
         ))
-        .subcommand(Ask::augment_args(
-            Command::new("status")
+        .subcommand(
+            Ask::augment_args(Command::new("status"))
                 .about("What this node is doing, what it waits for, and why (exit code 2: not ready)"),
-        ))
-        .subcommand(IpCommand::augment_subcommands(asking("ip", "Addresses of this node")))
-        .subcommand(BpfCommand::augment_subcommands(asking("bpf", "What the kernel programs hold")))
-        .subcommand(ExplainCommand::augment_subcommands(asking("explain", "Which rule decides, and why")))
+        )
+        .subcommand(IpCommand::augment_subcommands(asking("ip")).about("Addresses of this node"))
+        .subcommand(BpfCommand::augment_subcommands(asking("bpf")).about("What the kernel programs hold"))
+        .subcommand(ExplainCommand::augment_subcommands(asking("explain")).about("Which rule decides, and why"))
 }
 
-fn asking(name: &'static str, about: &'static str) -> Command {
-    let mut command = Ask::augment_args(Command::new(name).about(about)).subcommand_required(true);
+/// The arguments' own description would stand in the place of the command's; callers set that last.
+fn asking(name: &'static str) -> Command {
+    let mut command = Ask::augment_args(Command::new(name)).subcommand_required(true);
     // Accepted behind the last word too: `cistern ip list -o json`.
     for argument in ["socket_path", "output"] {
         command = command.mut_arg(argument, |argument| argument.global(true));

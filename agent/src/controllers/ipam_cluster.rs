@@ -91,7 +91,8 @@ pub async fn run<R: BlockRecords>(
                             || row.operator_error.clone(),
                             |error| Some(error).filter(|error| !error.is_empty()),
                         );
-                        (name.clone(), CiliumNodeIpam { uid: row.uid.clone(), pod_cidrs, error })
+                        let planned_from = row.resource_version.clone();
+                        (name.clone(), CiliumNodeIpam { uid: row.uid.clone(), planned_from, pod_cidrs, error })
                     })
                     .collect::<BTreeMap<_, _>>(),
             );

@@ -156,8 +156,12 @@ impl Operations for PodCidrs {
 
     async fn update(&mut self, name: &String, value: &CiliumNodeIpam) -> Result<(), KubernetesError> {
         let snapshot = self.seen.synced().await;
-        // Deleted since it was planned: nothing to write (`ipam` 2.2.9).
-        let Some(row) = snapshot.rows.get(name).filter(|row| row.uid == value.uid) else { return Ok(()) };
+        // Deleted since it was planned: nothing to write (`ipam` 2.2.9). Changed since: the plan that knows of it follows.
+        let Some(row) =
+            snapshot.rows.get(name).filter(|row| row.uid == value.uid && row.resource_version == value.planned_from)
+        else {
+            return Ok(());
+        };
         if value.pod_cidrs != row.pod_cidrs {
             // The precondition is what the plan was made from: nobody else gave this node a block since.
             let patch = json!({
@@ -202,6 +206,7 @@ impl Operations for PodCidrs {
                 let value = self.written.get(name).map_or_else(
                     || CiliumNodeIpam {
                         uid: row.uid.clone(),
+                        planned_from: row.resource_version.clone(),
                         pod_cidrs: row.pod_cidrs.clone(),
                         error: row.operator_error.clone(),
                     },

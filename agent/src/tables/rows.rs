@@ -161,6 +161,9 @@ pub enum RouteTarget {
 pub struct CiliumNodeIpam {
     /// The object this is meant for; one of the same name that was made since is another one.
     pub uid: String,
+    /// `metadata.resourceVersion` of the object that this was planned from. Once the object has changed, this is no longer
+    /// meant: what somebody else wrote there must be planned with before it is written over.
+    pub planned_from: String,
     /// `spec.ipam.podCIDRs`
     pub pod_cidrs: Vec<String>,
     /// `status.ipam.operator-status.error`; none clears it.

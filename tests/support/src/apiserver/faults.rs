@@ -68,6 +68,7 @@ impl CallMatch {
 /// The source of faults. Equal seeds and equal calls give equal faults.
 pub(super) struct Faults {
     percent: u8,
+    spared: Vec<String>,
     random: SmallRng,
     asked: Vec<(CallMatch, Fault, usize)>,
 }
@@ -75,11 +76,12 @@ pub(super) struct Faults {
 impl Faults {
     /// No faults until a rate is set.
     pub(super) fn new(seed: u64) -> Self {
-        Self { percent: 0, random: SmallRng::seed_from_u64(seed), asked: Vec::new() }
+        Self { percent: 0, spared: Vec::new(), random: SmallRng::seed_from_u64(seed), asked: Vec::new() }
     }
 
-    pub(super) fn set_percent(&mut self, percent: u8) {
+    pub(super) fn set_rate(&mut self, percent: u8, spared: &[&str]) {
         self.percent = percent.min(100);
+        self.spared = spared.iter().map(|resource| (*resource).to_owned()).collect();
     }
 
     pub(super) fn ask(&mut self, calls: CallMatch, fault: Fault, times: usize) {
@@ -94,7 +96,7 @@ impl Faults {
             self.asked.retain(|(_, _, times)| *times > 0);
             return Some(fault);
         }
-        if self.random.random_range(0..100_u8) >= self.percent {
+        if self.random.random_range(0..100_u8) >= self.percent || self.spared.contains(&call.resource) {
             return None;
         }
         let dice = self.random.random_range(0..6_u8);

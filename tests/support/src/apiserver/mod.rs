@@ -248,9 +248,10 @@ impl ApiServer {
         self.shared.clock
     }
 
-    /// Lets this share of all calls, in percent, meet a fault drawn from the seed.
-    pub fn set_faults(&self, percent: u8) {
-        self.shared.lock_faults().set_percent(percent);
+    /// Lets this share of all calls, in percent, meet a fault drawn from the seed; calls for the resources in `spared`, by
+    /// plural name, meet none.
+    pub fn set_faults(&self, percent: u8, spared: &[&str]) {
+        self.shared.lock_faults().set_rate(percent, spared);
     }
 
     /// Lets the next `times` calls that match meet this fault.

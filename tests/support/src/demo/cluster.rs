@@ -3,9 +3,13 @@
 use crate::lab::{Lab, Machine, Pod};
 use crate::probe::Answer;
 use anyhow::{Context, Result, bail, ensure};
+use aya::maps::{MapInfo, loaded_maps};
+use aya::programs::{ProgramInfo, loaded_programs};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -61,6 +65,11 @@ impl Cluster {
             let path = binaries.join(program);
             ensure!(path.exists(), "{} is missing; `cargo xtask demo` builds it", path.display());
         }
+        // Refused here, because the agents would only say so in their logs.
+        let version =
+            Command::new(binaries.join("cistern")).arg("--version").output().context("run cistern --version")?;
+        let version = String::from_utf8_lossy(&version.stdout).trim().to_owned();
+        ensure!(!version.contains("without eBPF object"), "{version}; `cargo xtask demo` builds both");
         let lab = if kept { Lab::kept(PREFIX)? } else { Lab::new(PREFIX)? };
         let net = |last: u8| ipnet::Ipv4Net::new(Ipv4Addr::new(172, 29, 8, last), NODE_NETWORK).context("node network");
         let outside = lab.host("outside", net(1)?)?;
@@ -175,8 +184,42 @@ impl Cluster {
             }
             Ok(false)
         });
-        ready.with_context(|| last.clone())?;
+        ready.with_context(|| format!("{last}; its log ends with: {}", self.end_of_log(index)))?;
         self.cistern_json(index, &["status"])
+    }
+
+    /// The last lines of an agent's log.
+    fn end_of_log(&self, index: usize) -> String {
+        let log = self.node(index).map(|node| node.machine.file("/run/agent.log"));
+        let text = log.ok().and_then(|path| std::fs::read_to_string(path).ok()).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().rev().take(3).collect();
+        lines.into_iter().rev().collect::<Vec<_>>().join(" | ")
+    }
+
+    /// What is to be gone when the cluster is.
+    pub(super) fn traces(&self, pods: &[PodAddress]) -> Result<Traces> {
+        let machines = self.nodes.iter().map(|node| &node.machine).chain([&self.outside, &self.control]);
+        let pods = pods.iter().map(|pod| Ok(self.node(pod.node)?.machine.existing_pod(&pod.name).namespace()));
+        let mut traces = Traces::default();
+        for machine in machines {
+            for kind in ["net", "mnt", "uts"] {
+                traces.namespaces.insert(inode(Path::new(&format!("/proc/{}/ns/{kind}", machine.id())))?);
+            }
+        }
+        for path in pods.collect::<Result<Vec<_>>>()? {
+            traces.namespaces.insert(inode(&path)?);
+        }
+        for node in &self.nodes {
+            let pins = node.machine.file("/sys/fs/bpf/cistern");
+            for name in files(&pins.join("maps"), "")? {
+                traces.maps.insert(MapInfo::from_pin(pins.join("maps").join(name))?.id());
+            }
+            for name in files(&pins.join("progs"), "")? {
+                traces.programs.insert(ProgramInfo::from_pin(pins.join("progs").join(name))?.id());
+            }
+        }
+        ensure!(!traces.maps.is_empty() && !traces.programs.is_empty(), "nothing is pinned under /sys/fs/bpf/cistern");
+        Ok(traces)
     }
 
     /// Calls the CNI plugin on a node as a container runtime does.
@@ -264,6 +307,49 @@ impl Drop for Cluster {
             let _ = child.wait();
         }
     }
+}
+
+/// What a cluster is in this kernel: told by numbers, since its names are known inside only.
+#[derive(Debug, Default)]
+pub(super) struct Traces {
+    namespaces: BTreeSet<u64>,
+    maps: BTreeSet<u32>,
+    programs: BTreeSet<u32>,
+}
+
+impl Traces {
+    /// Waits until no process is in any of the namespaces and the kernel has freed maps and programs, which it does a
+    /// moment after their last user is gone.
+    pub(super) fn wait_until_gone(&self) -> Result<String> {
+        wait_for("namespaces without process", || Ok(self.namespaces.is_disjoint(&namespaces_in_use()?)))?;
+        wait_for("the kernel to free maps and programs", || {
+            let maps: BTreeSet<u32> = loaded_maps().filter_map(Result::ok).map(|map| map.id()).collect();
+            let programs: BTreeSet<u32> =
+                loaded_programs().filter_map(Result::ok).map(|program| program.id()).collect();
+            Ok(self.maps.is_disjoint(&maps) && self.programs.is_disjoint(&programs))
+        })?;
+        Ok(format!(
+            "{} namespaces without process, {} maps and {} programs are out of the kernel",
+            self.namespaces.len(),
+            self.maps.len(),
+            self.programs.len()
+        ))
+    }
+}
+
+fn inode(path: &Path) -> Result<u64> {
+    Ok(std::fs::metadata(path).with_context(|| format!("look at {}", path.display()))?.ino())
+}
+
+/// The namespaces that any process is in.
+fn namespaces_in_use() -> Result<BTreeSet<u64>> {
+    let mut used = BTreeSet::new();
+    for entry in std::fs::read_dir("/proc").context("read /proc")? {
+        let namespaces = entry?.path().join("ns");
+        // Entries that are no process have none, and a process may end at any time.
+        used.extend(["net", "mnt", "uts"].iter().filter_map(|kind| inode(&namespaces.join(kind)).ok()));
+    }
+    Ok(used)
 }
 
 /// Runs a question of the probe.

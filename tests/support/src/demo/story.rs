@@ -51,10 +51,16 @@ impl Teller {
 pub fn run(options: Options) -> Result<bool> {
     let begun = Instant::now();
     let mut teller = Teller { failed: 0 };
+    let ended = Lab::remove_left(PREFIX)?;
+    if ended > 0 {
+        println!("{ended} processes of an earlier run were still there and are ended");
+    }
     let mut cluster = Cluster::start(options.keep).context("two nodes, a host outside and an API server")?;
     println!("node-a 172.29.8.20, node-b 172.29.8.21, a host outside {OUTSIDE}, an API server\n");
+    let mut traces = None;
     match pods(&mut cluster, &mut teller) {
         Ok(pods) => {
+            traces = Some(cluster.traces(&pods));
             traffic(&cluster, &pods, &mut teller);
             let seen = survive(&mut cluster, &pods);
             teller.tell("agent killed and restarted", seen);
@@ -71,11 +77,9 @@ pub fn run(options: Options) -> Result<bool> {
     }
     drop(cluster);
     if !options.keep {
-        let left = Lab::remove_left(PREFIX).and_then(|count| {
-            ensure!(count == 0, "{count} processes were left");
-            Ok("no process, namespace, device or mount is left".to_owned())
-        });
-        teller.tell("clean machine", left);
+        if let Some(traces) = traces {
+            teller.tell("clean machine", traces.and_then(|traces| traces.wait_until_gone()));
+        }
     }
     let seconds = begun.elapsed().as_secs_f64();
     match teller.failed {
@@ -106,7 +110,13 @@ fn pods(cluster: &mut Cluster, teller: &mut Teller) -> Result<Vec<PodAddress>> {
     };
     teller.tell("leader of the operators", one);
     let listed = cluster.kubectl(&["get", "ciliumnodes", "--no-headers", "-o", "name"]);
-    teller.tell("kubectl get ciliumnodes", listed.map(|names| names.split_whitespace().collect::<Vec<_>>().join(" ")));
+    let listed = listed.and_then(|names| {
+        let names: Vec<&str> = names.split_whitespace().collect();
+        let expected = ["ciliumnode.cilium.io/node-a", "ciliumnode.cilium.io/node-b"];
+        ensure!(names == expected, "{names:?}; expected {expected:?}");
+        Ok(names.join(" "))
+    });
+    teller.tell("kubectl get ciliumnodes", listed);
     let mut pods = Vec::new();
     for index in 0..cluster.nodes.len() {
         for number in 1..=2 {
@@ -114,11 +124,13 @@ fn pods(cluster: &mut Cluster, teller: &mut Teller) -> Result<Vec<PodAddress>> {
             pods.push(cluster.add_pod(index, &format!("pod-{letter}{number}"))?);
         }
     }
-    // The host outside reaches pods by their node, as a router in front of a cluster does.
+    // The host outside reaches pods by their node, as a router in front of a cluster does. It speaks by its outside
+    // address: the one it has on the nodes' network is excluded from masquerading anyway, and would prove nothing.
     for index in 0..cluster.nodes.len() {
         let status = cluster.ready(index)?;
         let (cidr, node) = (text(&status, "/pod_cidr"), cluster.nodes.get(index).context("node")?.machine.address());
-        cluster.outside.run("ip", &["route", "add", &cidr, "via", &node.to_string()])?;
+        let source = OUTSIDE.to_string();
+        cluster.outside.run("ip", &["route", "add", &cidr, "via", &node.to_string(), "src", &source])?;
     }
     let names: Vec<String> = pods.iter().map(|pod| format!("{} {}", pod.name, pod.address)).collect();
     teller.tell("cistern-cni ADD", Ok(names.join(", ")));
@@ -149,7 +161,8 @@ fn traffic(cluster: &Cluster, pods: &[PodAddress], teller: &mut Teller) {
         }
     }
     teller.tell("outside to pod", answered_by_pod(cluster, b1));
-    teller.tell("bpftool map dump of that node", flow_in_map(cluster, b1));
+    teller.tell("bpftool map dump of that flow", inbound_in_map(cluster, b1));
+    teller.tell("bpftool map dump of pod to outside", translated_in_map(cluster, b1));
 }
 
 /// The other pod sees the pod's own address.
@@ -189,31 +202,42 @@ fn answered_by_pod(cluster: &Cluster, pod: &PodAddress) -> Result<String> {
             answer.answered_by,
             pod.address
         );
+        ensure!(answer.seen_as.ip() == IpAddr::V4(OUTSIDE), "{protocol}: {} sees {}", pod.name, answer.seen_as);
     }
-    Ok(format!("{} answers by its own address {}", pod.name, pod.address))
+    Ok(format!("{} sees {OUTSIDE} and answers by its own address {}", pod.name, pod.address))
 }
 
-/// The flow of the pod in the kernel's map, as bpftool prints it.
-fn flow_in_map(cluster: &Cluster, pod: &PodAddress) -> Result<String> {
-    let rows = cluster.dump(pod.node, "cst_rev")?;
-    let octets = Value::from(pod.address.octets().to_vec());
-    let formatted = |row: &Value| row.get("formatted").unwrap_or(row).clone();
-    let row = rows
-        .as_array()
-        .into_iter()
-        .flatten()
-        .map(formatted)
-        .find(|row| row.pointer("/value/origin") == Some(&octets))
-        .with_context(|| format!("cst_rev holds no flow of {}", pod.address))?;
-    let part = |pointer: &str| row.pointer(pointer).map(ToString::to_string).unwrap_or_default();
-    Ok(format!(
-        "cst_rev: remote {} external {} external_port {} origin {} origin_port {}",
-        part("/key/remote"),
-        part("/key/external"),
-        part("/key/external_port"),
-        part("/value/origin"),
-        part("/value/origin_port")
-    ))
+/// The flow that the client outside opened, in the kernel's map, as bpftool prints it.
+fn inbound_in_map(cluster: &Cluster, pod: &PodAddress) -> Result<String> {
+    let answer = [("/key/source", pod.address.octets()), ("/key/destination", OUTSIDE.octets())];
+    let row = find_row(cluster, pod.node, "cst_inbound", &answer)?;
+    Ok(shown("cst_inbound", &row, &["/key/source", "/key/source_port", "/key/destination", "/key/destination_port"]))
+}
+
+/// The flow that the pod opened, in the kernel's map, as bpftool prints it.
+fn translated_in_map(cluster: &Cluster, pod: &PodAddress) -> Result<String> {
+    let row = find_row(cluster, pod.node, "cst_rev", &[("/value/origin", pod.address.octets())])?;
+    let fields = ["/key/remote", "/key/external", "/key/external_port", "/value/origin", "/value/origin_port"];
+    Ok(shown("cst_rev", &row, &fields))
+}
+
+/// The first entry of a map that has these addresses in these fields.
+fn find_row(cluster: &Cluster, node: usize, map: &str, wanted: &[(&str, [u8; 4])]) -> Result<Value> {
+    let rows = cluster.dump(node, map)?;
+    let mut rows = rows.as_array().into_iter().flatten().map(|row| row.get("formatted").unwrap_or(row));
+    let is_wanted =
+        |row: &&Value| wanted.iter().all(|(field, address)| row.pointer(field) == Some(&Value::from(address.to_vec())));
+    rows.find(is_wanted).cloned().with_context(|| format!("{map} holds no entry with {wanted:?}"))
+}
+
+fn shown(map: &str, row: &Value, fields: &[&str]) -> String {
+    let mut text = format!("{map}:");
+    for field in fields {
+        let name = field.rsplit('/').next().unwrap_or_default();
+        let value = row.pointer(field).map(ToString::to_string).unwrap_or_default();
+        text.push_str(&format!(" {name} {value}"));
+    }
+    text
 }
 
 /// A stream that runs until its input is closed.

@@ -13,9 +13,9 @@
 //! Each machine has its own `/run` and `/var/lib`; a node has its own bpffs at `/sys/fs/bpf` too. Nothing is made
 //! in the host's namespaces, neither device nor mount, so labs cannot meet each other and leave nothing behind.
 //!
-//! The waiting process of a lab ends when whoever made the lab does, even by `kill -9`. Processes that were started in a
-//! machine carry [`MARK`] in their environment: dropping the lab ends them, and the next lab of the same prefix ends
-//! those whose maker is gone.
+//! The waiting processes of a lab end when whoever made the lab does, even by `kill -9`, and take with them what runs in
+//! their machines. Processes that were started in a machine also carry [`MARK`] in their environment: dropping the lab
+//! ends them, and the next lab of the same prefix ends those that are left although their maker is gone.
 //!
 //! Making one needs root.
 

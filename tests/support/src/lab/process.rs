@@ -15,6 +15,22 @@ use std::time::{Duration, Instant};
 /// Longer than a killed process needs to be gone on a loaded machine.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Shell: waits for the end of its input without starting anything, then kills the machine's other processes, those in pods
+/// too, until there is none (or they do not end). They are told by the mount namespace, which is the machine's alone.
+const END_WITH_MAKER: &str = r#"
+set +e
+while read -r _; do :; done
+left=50
+while [ "$left" -gt 0 ]; do
+    left=$((left - 1)) found=
+    for process in /proc/[0-9]*; do
+        id=${process#/proc/}
+        [ "$id" != $$ ] && [ "$process/ns/mnt" -ef /proc/$$/ns/mnt ] && kill -9 "$id" && found=1
+    done
+    [ -n "$found" ] || left=0
+done
+"#;
+
 /// Field 22 of `/proc/PID/stat` (`man 5 proc`), counted behind the command name, which may hold anything.
 const START_TIME_FIELD: usize = 19;
 
@@ -116,10 +132,10 @@ pub(super) struct Holder {
 
 impl Holder {
     /// Makes the namespaces, runs `setup` (shell) inside, and leaves the process waiting there: for the end of its input,
-    /// which comes when the maker ends in whatever way; a kept one for ever.
+    /// which comes when the maker ends in whatever way, and then ends what runs in its mount namespace; a kept one for ever.
     pub(super) fn start(mark: &Mark, name: &str, setup: &str, kept: bool) -> Result<Self> {
-        let wait = if kept { "exec sleep infinity >/dev/null 2>&1" } else { "exec cat >/dev/null 2>&1" };
-        let script = format!("set -e\nhostname {name}\n{setup}\necho ready\n{wait}");
+        let wait = if kept { "exec sleep infinity" } else { END_WITH_MAKER };
+        let script = format!("set -e\nhostname {name}\n{setup}\necho ready\nexec >/dev/null 2>&1\n{wait}");
         let mut command = Command::new("unshare");
         command
             .args(["--net", "--mount", "--uts", "--propagation", "private", "--", "sh", "-c", &script])

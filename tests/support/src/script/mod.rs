@@ -12,18 +12,21 @@
 //! A run is *nearly* repeatable: equal seeds give equal UIDs and equal faults for equal calls, but the jitter of back-offs
 //! comes from the process's own source of randomness. A script that fails for one seed is wrong, or has found something.
 //!
-//! What a green run does not prove: see [`crate::apiserver`] for the API.
+//! What a green run does not prove: see [`crate::apiserver`] for the API, and [`memory`] for the kernel.
 
 mod archive;
 mod commands;
 mod line;
+pub mod memory;
 mod world;
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::path::Path;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
+
+use cistern::telemetry;
 
 use archive::Archive;
 use line::{Line, Mark};
@@ -33,19 +36,29 @@ use world::World;
 const FAULT_PERCENT: u8 = 10;
 
 /// Virtual time between two tries of a paragraph, and for how long it is tried.
-const RETRY_EVERY: Duration = Duration::from_millis(250);
+const RETRY_EVERY: Duration = Duration::from_millis(500);
 const RETRY_FOR: Duration = Duration::from_secs(15 * 60);
 
 /// Overrides the seed of every script.
 const SEED: &str = "CISTERN_SCRIPT_SEED";
 
+/// The level (`debug`, `info`, …) at which agents and operators log to standard error; without it they are silent.
+const LOG: &str = "CISTERN_SCRIPT_LOG";
+
 /// How many of the last API calls a failure shows.
-const SHOWN_CALLS: usize = 40;
+const SHOWN_CALLS: usize = 4000;
 
 /// A script that cannot be run, or that failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[error("{0}")]
 pub struct ScriptError(String);
+
+/// Test harnesses print errors for programmers; this one is a text of several lines.
+impl fmt::Debug for ScriptError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
 
 /// Runs the script in a file, once for each of its seeds.
 ///
@@ -53,7 +66,7 @@ pub struct ScriptError(String);
 /// variable `CISTERN_SCRIPT_SEED` names one seed to run with instead.
 ///
 /// # Errors
-/// What the first failing line said, with its number, the seed and the last calls to the API.
+/// What the first failing line said, with its number, the seed and the last calls to the API, and [`memory`] for the kernel.
 pub fn run(path: &Path) -> Result<(), ScriptError> {
     let error = |text: String| ScriptError(format!("{}: {text}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|cause| error(cause.to_string()))?;
@@ -66,6 +79,9 @@ pub fn run(path: &Path) -> Result<(), ScriptError> {
             (0..line::rounds(&archive.comment).map_err(error)?).map(|round| first.wrapping_add(round)).collect()
         }
     };
+    if let Ok(level) = std::env::var(LOG) {
+        telemetry::init(telemetry::Format::Text, &level);
+    }
     for seed in seeds {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -78,8 +94,7 @@ pub fn run(path: &Path) -> Result<(), ScriptError> {
 }
 
 async fn run_lines(archive: &Archive, lines: &[Line], seed: u64) -> Result<(), String> {
-    let mut world = World::new(archive, seed).map_err(|cause| cause.to_string())?;
-    world.server.set_faults(FAULT_PERCENT);
+    let mut world = World::new(archive, seed, FAULT_PERCENT).map_err(|cause| cause.to_string())?;
     let outcome = match run_all(&mut world, lines).await {
         Ok(()) => world.end().await,
         Err(failure) => Err(failure),

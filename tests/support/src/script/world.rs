@@ -1,19 +1,31 @@
-//! What a script acts on: the API server, the roles that run, the files, what was printed last.
+//! What a script acts on: the API server, the machines, the roles that run, the files, what was printed last.
 
 use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use cistern::app::agent_role::Shared;
+use cistern::app::agent_api::Answers;
+use cistern::app::agent_role::{self, Agent, Shared};
 use cistern::app::operator;
 use cistern::app::operator_role::{self, Operator};
 use cistern::clock::Clock;
+use cistern::kubernetes::client::Client;
+use cistern::state::StateDir;
 use cistern_core::settings::{Command, Directory, Layers, Settings};
-use serde_json::Value;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::archive::Archive;
+use super::memory::Machine;
 use crate::apiserver::table::plain_text;
 use crate::apiserver::{ApiServer, Lifeline, Options, Snapshot};
+
+/// The network of the nodes; machines get its addresses in the order in which they come.
+const NODES: Ipv4Addr = Ipv4Addr::new(192, 168, 7, 0);
 
 /// The state of one run.
 pub(super) struct World {
@@ -25,8 +37,13 @@ pub(super) struct World {
     pub(super) stdout: String,
     /// Why the last command has failed.
     pub(super) stderr: String,
+    /// Generations of leases that were granted, by node and container.
+    pub(super) generations: BTreeMap<(String, String), u64>,
+    machines: BTreeMap<String, Machine>,
     /// Running roles by (role, name).
     roles: BTreeMap<(String, String), Role>,
+    faults: u8,
+    random: SmallRng,
 }
 
 /// A running agent or operator.
@@ -34,6 +51,8 @@ pub(super) struct Role {
     cancel: CancellationToken,
     task: JoinHandle<anyhow::Result<()>>,
     lifeline: Lifeline,
+    /// Of an agent: its API, and its hold on the machine.
+    agent: Option<(Arc<Answers>, Arc<AtomicBool>)>,
 }
 
 impl Role {
@@ -49,6 +68,9 @@ impl Role {
     /// Ends it without letting it do anything any more: first every way out is cut, then its tasks are told to go.
     pub(super) async fn kill(self) {
         self.lifeline.cut();
+        if let Some((_, alive)) = &self.agent {
+            alive.store(false, Ordering::Relaxed);
+        }
         self.cancel.cancel();
         // How a process that has been killed would have ended is of no interest.
         let _ = self.task.await;
@@ -57,19 +79,31 @@ impl Role {
 
 impl World {
     /// An API server with the project's own kinds, as after the chart was installed, and nothing that runs.
-    pub(super) fn new(archive: &Archive, seed: u64) -> anyhow::Result<Self> {
+    pub(super) fn new(archive: &Archive, seed: u64, faults: u8) -> anyhow::Result<Self> {
         let server = ApiServer::new(Options { seed, ..Options::default() });
         for definition in cistern_crds::all() {
             server.create(&serde_json::to_value(definition)?)?;
         }
+        server.set_faults(faults, &[]);
         Ok(Self {
             server,
             backup: None,
             files: archive.files.clone(),
             stdout: String::new(),
             stderr: String::new(),
+            generations: BTreeMap::new(),
+            machines: BTreeMap::new(),
             roles: BTreeMap::new(),
+            faults,
+            random: SmallRng::seed_from_u64(seed),
         })
+    }
+
+    /// Sets the share of calls and operations, in percent, that meet a fault; calls for the spared resources meet none.
+    pub(super) fn set_faults(&mut self, percent: u8, spared: &[&str]) {
+        self.faults = percent;
+        self.server.set_faults(percent, spared);
+        self.machines.values().for_each(|machine| machine.set_faults(percent));
     }
 
     /// A file of the archive; `stdout` and `stderr` are what the last command has left.
@@ -81,37 +115,80 @@ impl World {
         }
     }
 
-    /// Starts an operator under a name. `settings` is YAML with keys as in the ConfigMap `cilium-config`.
-    pub(super) fn start_operator(&mut self, name: &str, settings: &str) -> Result<(), String> {
-        let settings = self.settings(name, settings, Command::Operator)?;
-        let shared = Shared::new(Clock::following_runtime(self.server.clock().now()));
-        let (client, lifeline) = self.server.mortal_client_as(name);
-        let operator = Operator {
-            client,
-            election: operator::election(&settings).map_err(|error| format!("{error:#}"))?,
-            pool: operator::pool(&settings).map_err(|error| format!("{error:#}"))?,
-            leader: shared.leader,
-            targets: shared.targets,
-            waits: shared.waits,
-            clock: shared.clock,
-        };
-        let cancel = CancellationToken::new();
-        let task = tokio::spawn(operator_role::run(operator, cancel.clone()));
-        self.add_role("operator", name, Role { cancel, task, lifeline })
+    /// Adds a machine and its Node, as kubelet registers it.
+    pub(super) fn add_machine(&mut self, name: &str) -> Result<(), String> {
+        let host = u32::try_from(self.machines.len()).unwrap_or(u32::MAX).saturating_add(1);
+        let address = Ipv4Addr::from(u32::from(NODES).saturating_add(host));
+        let machine = Machine::new(address, self.random.random(), self.faults).map_err(|error| error.to_string())?;
+        let node = json!({
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": name},
+            "status": {"addresses": [{"type": "InternalIP", "address": address.to_string()}]},
+        });
+        self.server.create(&node).map_err(|error| error.to_string())?;
+        self.machines.insert(name.to_owned(), machine);
+        Ok(())
     }
 
-    /// Settings as `cistern` itself reads them from a mounted ConfigMap.
-    fn settings(&self, node: &str, yaml: &str, command: Command) -> Result<Settings, String> {
-        let keys: BTreeMap<String, Value> = if yaml.trim().is_empty() {
-            BTreeMap::new()
-        } else {
-            serde_saphyr::from_str(yaml).map_err(|error| error.to_string())?
+    pub(super) fn machine(&self, name: &str) -> Result<&Machine, String> {
+        self.machines.get(name).ok_or_else(|| format!("there is no machine {name}: machine/add comes first"))
+    }
+
+    /// Starts an operator under a name. `settings` is YAML with keys as in the ConfigMap `cilium-config`.
+    pub(super) fn start_operator(&mut self, name: &str, settings: &str) -> Result<(), String> {
+        let settings = read_settings(name, settings, Command::Operator)?;
+        let shared = Shared::new(self.clock());
+        let (client, lifeline) = self.server.mortal_client_as(name);
+        let cancel = CancellationToken::new();
+        let operator = operator_with(&settings, client, &shared)?;
+        let task = tokio::spawn(operator_role::run(operator, cancel.clone()));
+        self.add_role("operator", name, Role { cancel, task, lifeline, agent: None })
+    }
+
+    /// Starts the agent of a machine.
+    pub(super) fn start_agent(&mut self, name: &str, settings: &str) -> Result<(), String> {
+        let settings = read_settings(name, settings, Command::Agent)?;
+        let shared = Shared::new(self.clock());
+        let (client, lifeline) = self.server.mortal_client_as(name);
+        let mut draws = SmallRng::seed_from_u64(self.random.random());
+        let machine = self.machine(name)?;
+        let grasp = machine.grasp();
+        let operator =
+            if settings.leader_election { Some(operator_with(&settings, client.clone(), &shared)?) } else { None };
+        let agent = Agent {
+            build: "script".to_owned(),
+            settings,
+            client,
+            targets: grasp.targets,
+            state: StateDir::open(machine.state.path()).map_err(|error| error.to_string())?,
+            leases: grasp.leases,
+            lease_store: grasp.lease_store,
+            rebooted: false,
+            netns_exists: grasp.netns_exists,
+            draw: Box::new(move || draws.random()),
+            maps: None,
+            reserved_ports: Vec::new(),
+            operator,
+            listener: None,
+            shared,
         };
-        let directory = keys.into_iter().map(|(key, value)| (key, plain_text(&value))).collect();
-        let directory = Directory { path: "the script".to_owned(), files: directory };
-        let layers = Layers { directory: Some(directory), hostname: node.to_owned(), ..Layers::default() };
-        let (settings, _) = Settings::load(&layers, command).map_err(|errors| errors.to_string())?;
-        Ok(settings)
+        let cancel = CancellationToken::new();
+        let running = agent_role::start(agent, &cancel).map_err(|error| format!("{error:#}"))?;
+        let answers = Arc::clone(&running.answers);
+        let task = tokio::spawn(running.join());
+        self.add_role("agent", name, Role { cancel, task, lifeline, agent: Some((answers, grasp.alive)) })
+    }
+
+    /// The API of a running agent.
+    pub(super) fn agent(&self, name: &str) -> Result<Arc<Answers>, String> {
+        let role = self.roles.get(&("agent".to_owned(), name.to_owned()));
+        let answers = role.and_then(|role| role.agent.as_ref()).map(|(answers, _)| Arc::clone(answers));
+        answers.ok_or_else(|| format!("agent {name} does not run"))
+    }
+
+    fn clock(&self) -> Clock {
+        Clock::following_runtime(self.server.clock().now())
     }
 
     fn add_role(&mut self, role: &str, name: &str, running: Role) -> Result<(), String> {
@@ -144,4 +221,29 @@ impl World {
         }
         Ok(())
     }
+}
+
+/// The operator's duties as the settings want them.
+fn operator_with(settings: &Settings, client: Client, shared: &Shared) -> Result<Operator, String> {
+    Ok(Operator {
+        client,
+        election: operator::election(settings).map_err(|error| format!("{error:#}"))?,
+        pool: operator::pool(settings).map_err(|error| format!("{error:#}"))?,
+        leader: Arc::clone(&shared.leader),
+        targets: Arc::clone(&shared.targets),
+        waits: shared.waits.clone(),
+        clock: shared.clock,
+    })
+}
+
+/// Settings as `cistern` itself reads them from a mounted ConfigMap.
+fn read_settings(node: &str, yaml: &str, command: Command) -> Result<Settings, String> {
+    let keys: BTreeMap<String, Value> = match yaml.trim() {
+        "" => BTreeMap::new(),
+        yaml => serde_saphyr::from_str(yaml).map_err(|error| error.to_string())?,
+    };
+    let files = keys.into_iter().map(|(key, value)| (key, plain_text(&value))).collect();
+    let directory = Directory { path: "the script".to_owned(), files };
+    let layers = Layers { directory: Some(directory), hostname: node.to_owned(), ..Layers::default() };
+    Settings::load(&layers, command).map(|(settings, _)| settings).map_err(|errors| errors.to_string())
 }

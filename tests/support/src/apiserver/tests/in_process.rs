@@ -455,7 +455,7 @@ async fn follow(
 #[tokio::test(start_paused = true)]
 async fn the_runtime_watcher_survives_all_faults() {
     let server = server();
-    server.set_faults(30);
+    server.set_faults(30, &[]);
     let nodes: Api<Node> = Api::all(server.client_as("agent"));
     let mut known = BTreeSet::new();
     let mut events = watcher(nodes, watcher::Config::default()).default_backoff().boxed();
@@ -467,7 +467,7 @@ async fn the_runtime_watcher_survives_all_faults() {
         }
         follow(&mut events, &mut known, Duration::from_secs(20)).await;
     }
-    server.set_faults(0);
+    server.set_faults(0, &[]);
     follow(&mut events, &mut known, Duration::from_secs(2_000)).await;
     let listed = server.list("nodes").unwrap();
     let wanted = listed.iter().map(|node| node.pointer("/metadata/name").and_then(Value::as_str).unwrap().to_owned());
@@ -505,7 +505,7 @@ async fn asked_faults_hit_the_calls_they_name() {
 async fn equal_seeds_draw_equal_faults() {
     let run = |seed: u64| async move {
         let server = ApiServer::new(Options { seed, ..Options::default() });
-        server.set_faults(20);
+        server.set_faults(20, &[]);
         let nodes: Api<Node> = Api::all(server.client_as("agent"));
         for index in 0..50 {
             let _ = nodes.create(&PostParams::default(), &node(&format!("n{index}"))).await;

@@ -24,10 +24,14 @@ fn duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-pub(super) fn faults(world: &World, arguments: &[&str]) -> Outcome {
-    let [text] = exactly(arguments, "faults off|PERCENT")?;
+pub(super) fn faults(world: &mut World, arguments: &[&str]) -> Outcome {
+    let (text, spared) = match arguments {
+        [text] => (*text, Vec::new()),
+        [text, "except", spared @ ..] => (*text, spared.to_vec()),
+        _ => return Err("expected: faults off|PERCENT [except RESOURCE…]".to_owned()),
+    };
     let percent = if text == "off" { 0 } else { text.parse().map_err(|_| format!("{text}: expected a number"))? };
-    world.server.set_faults(percent);
+    world.set_faults(percent, &spared);
     Ok(silent())
 }
 

@@ -1,5 +1,7 @@
 //! What people and other controllers do to the API: past faults and links, at once.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 
 use super::{Outcome, Printed, exactly, silent, take_namespace};
@@ -82,6 +84,22 @@ pub(super) fn list(world: &World, arguments: &[&str]) -> Outcome {
         format!("{}\n", words.join(" "))
     };
     Ok(Printed::Text(objects.iter().map(line).collect()))
+}
+
+/// Fails when two objects have the same value at a path, or one has none.
+pub(super) fn distinct(world: &World, arguments: &[&str]) -> Outcome {
+    let [kind, path] = exactly(arguments, "k8s/distinct KIND PATH")?;
+    let mut holders: BTreeMap<String, String> = BTreeMap::new();
+    for object in world.server.list(kind).map_err(text)? {
+        let (name, value) = (shown(&object, ".metadata.name"), shown(&object, path));
+        if ["", "[]"].contains(&value.as_str()) {
+            return Err(format!("{name} has nothing at {path}"));
+        }
+        if let Some(other) = holders.insert(value.clone(), name.clone()) {
+            return Err(format!("{other} and {name} both have {value}"));
+        }
+    }
+    Ok(silent())
 }
 
 /// Prints a line for each value that a path of an object has had, `(deleted)` where the object went.

@@ -1,5 +1,6 @@
 //! The commands, one file per subject.
 
+mod agent;
 mod api;
 mod files;
 mod kubernetes;
@@ -68,10 +69,24 @@ pub(super) async fn run(world: &mut World, words: &[String]) -> Outcome {
         "k8s/delete" => kubernetes::delete(world, arguments),
         "k8s/get" => kubernetes::get(world, arguments),
         "k8s/list" => kubernetes::list(world, arguments),
+        "k8s/distinct" => kubernetes::distinct(world, arguments),
         "k8s/history" => kubernetes::history(world, arguments),
         "node/add" => kubernetes::add_nodes(world, arguments),
 
-        "operator/start" => roles::start_operator(world, arguments),
+        "machine/add" => agent::add_machines(world, arguments),
+        "cni/add" => agent::add(world, arguments).await,
+        "cni/confirm" => agent::confirm(world, arguments).await,
+        "cni/del" => agent::del(world, arguments).await,
+        "cni/check" => agent::check(world, arguments).await,
+        "status" => agent::status(world, arguments).await,
+        "health" => agent::health(world, arguments).await,
+        "ip/list" => agent::addresses(world, arguments).await,
+        "target" => agent::target(world, arguments),
+
+        "agent/start" => roles::start(world, "agent", arguments),
+        "agent/stop" => roles::stop(world, "agent", arguments).await,
+        "agent/kill" => roles::kill(world, "agent", arguments).await,
+        "operator/start" => roles::start(world, "operator", arguments),
         "operator/stop" => roles::stop(world, "operator", arguments).await,
         "operator/kill" => roles::kill(world, "operator", arguments).await,
         other => Err(format!("there is no command {other}")),

@@ -3,16 +3,16 @@
 use super::{Outcome, silent};
 use crate::script::world::World;
 
-pub(super) fn start_operator(world: &mut World, arguments: &[&str]) -> Outcome {
-    let [name, settings @ ..] = arguments else {
-        return Err("expected: operator/start NAME [SETTINGS_FILE]".to_owned());
+pub(super) fn start(world: &mut World, role: &str, arguments: &[&str]) -> Outcome {
+    let (name, settings) = match arguments {
+        [name] => (name, String::new()),
+        [name, file] => (name, world.file(file)?.to_owned()),
+        _ => return Err(format!("expected: {role}/start NAME [SETTINGS_FILE]")),
     };
-    let settings = match settings {
-        [] => String::new(),
-        [file] => world.file(file)?.to_owned(),
-        _ => return Err("expected: operator/start NAME [SETTINGS_FILE]".to_owned()),
-    };
-    world.start_operator(name, &settings)?;
+    match role {
+        "agent" => world.start_agent(name, &settings)?,
+        _ => world.start_operator(name, &settings)?,
+    }
     Ok(silent())
 }
 

@@ -1,0 +1,296 @@
+//! An agent reduced to its leases: the real API server, the real owner of the leases, nothing on disk and no kernel
+//! programs. What it answers with can be chosen.
+//!
+//! It does not prove that leases survive a restart, nor that the datapath knows a pod when ADD returns.
+
+use cistern::api::server::{self, AgentApi, Failure, IpamQuery};
+use cistern::api::types::{
+    AddRequest, AddResponse, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
+    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, IpReport, IpamResponse, Status,
+};
+use cistern::clock::Clock;
+use cistern::controllers::endpoint::{self, Endpoints, LeaseStore, Parts};
+use cistern::tables::Table;
+use cistern::tables::rows::{NetworkRow, PoolRow};
+use cistern_core::ipam::lease::{self, Attachment, Change, LeaseState, Timings};
+use cistern_tests::lab::Machine;
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use tokio::runtime::Runtime;
+use tokio_util::sync::CancellationToken;
+
+/// MTU that it gives pods.
+pub(crate) const MTU: u32 = 1400;
+
+/// What happens to a confirmation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Confirm {
+    /// It is carried out.
+    Carry,
+    /// It is refused for good.
+    Refuse,
+    /// It is never answered.
+    Ignore,
+}
+
+struct Answers {
+    endpoints: Endpoints,
+    ready: AtomicBool,
+    confirm: Mutex<Confirm>,
+    confirm_seen: Mutex<Option<mpsc::Sender<()>>>,
+}
+
+fn attachment(container_id: String, ifname: String) -> Attachment {
+    Attachment { container_id, ifname }
+}
+
+fn unavailable(error: &impl ToString) -> Failure {
+    Failure::retryable(503, "no-address", error.to_string())
+}
+
+fn not_here() -> Failure {
+    Failure::permanent(501, "not-here", "this stand-in answers the CNI calls alone")
+}
+
+impl AgentApi for Answers {
+    async fn add(&self, request: AddRequest) -> Result<AddResponse, Failure> {
+        let granted = self
+            .endpoints
+            .add(lease::AddRequest {
+                attachment: attachment(request.container_id, request.ifname),
+                pod: request.pod.map(|pod| lease::Pod { namespace: pod.namespace, name: pod.name, uid: pod.uid }),
+                netns: request.netns,
+                started: request.started,
+            })
+            .await
+            .map_err(|error| unavailable(&error))?;
+        Ok(AddResponse {
+            address: granted.lease.addresses.ipv4.unwrap(),
+            router: granted.router.ipv4.unwrap(),
+            mtu: MTU,
+            generation: granted.lease.generation,
+        })
+    }
+
+    async fn confirm(&self, request: ConfirmRequest) -> Result<(), Failure> {
+        if let Some(seen) = self.confirm_seen.lock().unwrap().take() {
+            seen.send(()).unwrap();
+        }
+        let wanted = self.confirm.lock().unwrap().clone();
+        match wanted {
+            Confirm::Carry => {}
+            Confirm::Refuse => return Err(Failure::permanent(500, "datapath", "the endpoint map is broken")),
+            Confirm::Ignore => std::future::pending().await,
+        }
+        let interface =
+            lease::Interface { host_ifname: request.host_ifname, host_ifindex: request.host_ifindex, mac: request.mac };
+        let attachment = attachment(request.container_id, request.ifname);
+        self.endpoints.confirm(attachment, request.generation, interface).await.map_err(|error| unavailable(&error))
+    }
+
+    async fn del(&self, request: DelRequest) -> Result<DelResponse, Failure> {
+        let lease = self.endpoints.del(attachment(request.container_id, request.ifname)).await.unwrap();
+        Ok(DelResponse { released: lease.and_then(|lease| lease.addresses.ipv4) })
+    }
+
+    async fn check(&self, request: CheckRequest) -> Result<CheckResponse, Failure> {
+        let held = self.endpoints.check(attachment(request.container_id, request.ifname)).await.unwrap();
+        let (lease, router) = held.ok_or_else(|| Failure::permanent(404, "no-lease", "it holds no address"))?;
+        let host_ifname = match lease.state {
+            LeaseState::Confirmed { interface, .. } => Some(interface.host_ifname),
+            LeaseState::Provisional { .. } => None,
+        };
+        Ok(CheckResponse { address: lease.addresses.ipv4.unwrap(), router: router.ipv4.unwrap(), host_ifname })
+    }
+
+    async fn gc(&self, request: GcRequest) -> Result<GcResponse, Failure> {
+        let valid = request.valid.into_iter().map(|del| attachment(del.container_id, del.ifname)).collect();
+        let ended = self.endpoints.collect(valid).await.unwrap();
+        let released = ended
+            .into_iter()
+            .map(|lease| DelRequest { container_id: lease.attachment.container_id, ifname: lease.attachment.ifname })
+            .collect();
+        Ok(GcResponse { released })
+    }
+
+    async fn allocate(&self, _query: IpamQuery) -> Result<IpamResponse, Failure> {
+        Err(not_here())
+    }
+
+    async fn allocate_ip(&self, _ip: String, _query: IpamQuery) -> Result<(), Failure> {
+        Err(not_here())
+    }
+
+    async fn release_ip(&self, _ip: String, _query: IpamQuery) -> Result<(), Failure> {
+        Err(not_here())
+    }
+
+    async fn addresses(&self) -> Result<Vec<IpReport>, Failure> {
+        Err(not_here())
+    }
+
+    async fn health(&self) -> Health {
+        if self.ready.load(Ordering::Relaxed) {
+            Health { ready: true, reasons: Vec::new() }
+        } else {
+            Health { ready: false, reasons: vec!["waiting for podCIDRs".into()] }
+        }
+    }
+
+    async fn status(&self) -> Status {
+        unreachable!("no test asks for it")
+    }
+
+    async fn map(&self, _name: String) -> Result<serde_json::Value, Failure> {
+        Err(not_here())
+    }
+
+    async fn explain_masquerade(
+        &self,
+        _request: ExplainMasqueradeRequest,
+    ) -> Result<ExplainMasqueradeResponse, Failure> {
+        Err(not_here())
+    }
+}
+
+struct Forget;
+
+impl LeaseStore for Forget {
+    fn write(&mut self, _changes: &[Change]) -> Result<(), (usize, String)> {
+        Ok(())
+    }
+}
+
+/// A running one. Dropped, it goes away as a killed agent does: its socket stays.
+pub(crate) struct Agent {
+    answers: Arc<Answers>,
+    /// Where it listens on the machine, as this process finds it.
+    socket: PathBuf,
+    runtime: Option<Runtime>,
+    serving: CancellationToken,
+}
+
+impl Agent {
+    /// Starts one for a machine, with a pod CIDR of eight addresses (`10.244.1.0/29`), and puts the router address where the real
+    /// one does.
+    pub(crate) fn start(machine: &Machine) -> Self {
+        let runtime = Runtime::new().unwrap();
+        let pool = Table::new("pool");
+        let pod_cidr = "10.244.1.0/29".parse().unwrap();
+        pool.publish(BTreeMap::from([((), PoolRow { pod_cidr, blocked: None })]));
+        let network = Table::new("network");
+        network.publish(BTreeMap::from([((), NetworkRow::default())]));
+        let peers = Table::new("peers");
+        peers.publish(BTreeMap::new());
+        let parts = Parts {
+            node: machine.name().to_owned(),
+            records: Vec::new(),
+            timings: Timings::default(),
+            configured_router: Some(ROUTER),
+            rebooted: false,
+            netns_exists: Box::new(|_| true),
+            draw: Box::new(rand::random),
+            store: Box::new(Forget),
+            map: None,
+            pool: pool.reader(),
+            network: network.reader(),
+            peers: peers.reader(),
+            router: Arc::new(Table::new("router")),
+            endpoints: Arc::new(Table::new("endpoints")),
+            clock: runtime.block_on(async { Clock::system() }),
+        };
+        let (endpoints, task) = endpoint::start(parts, CancellationToken::new());
+        runtime.spawn(async move {
+            // The task waits for changes of these.
+            let _writers = (pool, network, peers);
+            task.await;
+        });
+        let answers = Arc::new(Answers {
+            endpoints,
+            ready: AtomicBool::new(true),
+            confirm: Mutex::new(Confirm::Carry),
+            confirm_seen: Mutex::new(None),
+        });
+        let router = format!("{ROUTER}/32");
+        machine.run("ip", &["address", "replace", &router, "dev", "lo", "scope", "link"]).unwrap();
+        let mut agent = Self {
+            answers,
+            socket: machine.file("/run/cistern/cistern.sock"),
+            runtime: Some(runtime),
+            serving: CancellationToken::new(),
+        };
+        agent.resume();
+        agent
+    }
+
+    /// Stops listening, as a killed agent does: the socket stays and refuses. What it knows stays.
+    pub(crate) fn pause(&mut self) {
+        self.serving.cancel();
+        // A call returns when nobody listens any more.
+        while std::os::unix::net::UnixStream::connect(&self.socket).is_ok() {
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+    }
+
+    /// Listens again.
+    pub(crate) fn resume(&mut self) {
+        let runtime = self.runtime.as_ref().unwrap();
+        self.serving = CancellationToken::new();
+        let listener = runtime.block_on(async { server::bind(&self.socket) }).unwrap();
+        runtime.spawn(server::serve(listener, Arc::clone(&self.answers), self.serving.clone()));
+    }
+
+    /// Chooses what happens to confirmations from now on.
+    pub(crate) fn confirm(&self, what: Confirm) {
+        *self.answers.confirm.lock().unwrap() = what;
+    }
+
+    /// Gets a message when the next confirmation arrives.
+    pub(crate) fn next_confirmation(&self) -> mpsc::Receiver<()> {
+        let (sender, receiver) = mpsc::channel();
+        *self.answers.confirm_seen.lock().unwrap() = Some(sender);
+        receiver
+    }
+
+    /// Chooses what it says of itself.
+    pub(crate) fn set_ready(&self, ready: bool) {
+        self.answers.ready.store(ready, Ordering::Relaxed);
+    }
+
+    /// The addresses that pods hold, by container ID, with whether they are confirmed.
+    pub(crate) fn leases(&self) -> BTreeMap<String, (Ipv4Addr, bool)> {
+        let runtime = self.runtime.as_ref().unwrap();
+        let view = runtime.block_on(self.answers.endpoints.view()).unwrap();
+        let held = |row: lease::Row| {
+            let confirmed = match row.state {
+                lease::RowState::Confirmed => true,
+                lease::RowState::Provisional => false,
+                _ => return None,
+            };
+            let std::net::IpAddr::V4(address) = row.address else { return None };
+            Some((row.holder.split('/').next()?.to_owned(), (address, confirmed)))
+        };
+        view.rows.into_iter().filter_map(held).collect()
+    }
+
+    /// Carries out the DELs that wait in a directory.
+    pub(crate) fn replay(&self, queue: &std::path::Path) -> usize {
+        let runtime = self.runtime.as_ref().unwrap();
+        runtime.block_on(cistern::app::agent::replay_once(queue, &self.answers.endpoints)).unwrap()
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            // A confirmation that is never answered must not be waited for.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// The router address.
+pub(crate) const ROUTER: Ipv4Addr = Ipv4Addr::new(10, 244, 1, 1);

@@ -1,0 +1,128 @@
+//! What the CNI plugin and the CLI ask an agent, and what its machine holds.
+
+use cistern::api::server::{AgentApi as _, Failure};
+use cistern::api::types::{AddRequest, CheckRequest, ConfirmRequest, DelRequest, PodRef};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::{Outcome, Printed, exactly, silent};
+use crate::apiserver::table;
+use crate::script::world::World;
+
+/// The interface that runtimes ask for.
+const IFNAME: &str = "eth0";
+
+/// The host side's index of the first container; the others count on from it.
+const FIRST_HOST_IFINDEX: u32 = 100;
+
+fn refused(failure: Failure) -> String {
+    let Failure { status, error } = failure;
+    format!("{status} {}: {}", error.reason, error.message)
+}
+
+fn netns(container: &str) -> String {
+    format!("/run/netns/{container}")
+}
+
+pub(super) fn add_machines(world: &mut World, names: &[&str]) -> Outcome {
+    if names.is_empty() {
+        return Err("expected: machine/add NAME…".to_owned());
+    }
+    for name in names {
+        world.add_machine(name)?;
+    }
+    Ok(silent())
+}
+
+/// Asks for an address and prints it. The container's namespace is made with it.
+pub(super) async fn add(world: &mut World, arguments: &[&str]) -> Outcome {
+    let [node, container] = exactly(arguments, "cni/add NODE CONTAINER")?;
+    world.machine(node)?.set_namespace(&netns(container), true);
+    let request = AddRequest {
+        container_id: container.to_owned(),
+        ifname: IFNAME.to_owned(),
+        netns: netns(container),
+        pod: Some(PodRef {
+            namespace: "default".to_owned(),
+            name: container.to_owned(),
+            uid: Some(format!("uid-of-{container}")),
+        }),
+        started: Some(world.server.clock().now()),
+    };
+    let granted = world.agent(node)?.add(request).await.map_err(refused)?;
+    world.generations.insert((node.to_owned(), container.to_owned()), granted.generation);
+    Ok(Printed::Text(format!("{}\n", granted.address)))
+}
+
+/// Says that the interface is there.
+pub(super) async fn confirm(world: &World, arguments: &[&str]) -> Outcome {
+    let [node, container] = exactly(arguments, "cni/confirm NODE CONTAINER")?;
+    let generation = world.generations.get(&(node.to_owned(), container.to_owned()));
+    let position = world.generations.keys().take_while(|(_, other)| other != container).count();
+    let request = ConfirmRequest {
+        container_id: container.to_owned(),
+        ifname: IFNAME.to_owned(),
+        generation: *generation.ok_or("nothing was granted: cni/add comes first")?,
+        host_ifname: format!("cst-{container}"),
+        host_ifindex: FIRST_HOST_IFINDEX.saturating_add(u32::try_from(position).unwrap_or(u32::MAX)),
+        mac: "02:00:00:00:00:01".to_owned(),
+    };
+    world.agent(node)?.confirm(request).await.map_err(refused)?;
+    Ok(silent())
+}
+
+/// Gives the address back and prints it, if there was one. The container's namespace goes with it.
+pub(super) async fn del(world: &World, arguments: &[&str]) -> Outcome {
+    let [node, container] = exactly(arguments, "cni/del NODE CONTAINER")?;
+    let request = DelRequest { container_id: container.to_owned(), ifname: IFNAME.to_owned() };
+    let released = world.agent(node)?.del(request).await.map_err(refused)?.released;
+    world.machine(node)?.set_namespace(&netns(container), false);
+    Ok(Printed::Text(released.map(|address| format!("{address}\n")).unwrap_or_default()))
+}
+
+/// Prints the address that the agent holds for a container.
+pub(super) async fn check(world: &World, arguments: &[&str]) -> Outcome {
+    let [node, container] = exactly(arguments, "cni/check NODE CONTAINER")?;
+    let request = CheckRequest { container_id: container.to_owned(), ifname: IFNAME.to_owned() };
+    let found = world.agent(node)?.check(request).await.map_err(refused)?;
+    Ok(Printed::Text(format!("{}\n", found.address)))
+}
+
+/// Prints what `cistern status -o json` prints, or the value at a path of it.
+pub(super) async fn status(world: &World, arguments: &[&str]) -> Outcome {
+    let (node, path) = match arguments {
+        [node] => (node, None),
+        [node, path] => (node, Some(*path)),
+        _ => return Err("expected: status NODE [PATH]".to_owned()),
+    };
+    print(&world.agent(node)?.status().await, path)
+}
+
+/// Succeeds when the agent says that it is ready; else the failure is its reasons.
+pub(super) async fn health(world: &World, arguments: &[&str]) -> Outcome {
+    let [node] = exactly(arguments, "health NODE")?;
+    let health = world.agent(node)?.health().await;
+    if health.ready { Ok(silent()) } else { Err(health.reasons.join("\n")) }
+}
+
+/// Prints what `cistern ip list -o json` prints, one row a line.
+pub(super) async fn addresses(world: &World, arguments: &[&str]) -> Outcome {
+    let [node] = exactly(arguments, "ip/list NODE")?;
+    let rows = world.agent(node)?.addresses().await.map_err(refused)?;
+    let lines = rows.iter().map(|row| serde_json::to_string(row).map(|row| format!("{row}\n")));
+    Ok(Printed::Text(lines.collect::<Result<_, _>>().map_err(|error| error.to_string())?))
+}
+
+/// Prints what the machine holds, one row a line.
+pub(super) fn target(world: &World, arguments: &[&str]) -> Outcome {
+    let [node, target] = exactly(arguments, "target NODE TARGET")?;
+    world.machine(node)?.shown(target).map(Printed::Text)
+}
+
+fn print(value: &impl Serialize, path: Option<&str>) -> Outcome {
+    let value: Value = serde_json::to_value(value).map_err(|error| error.to_string())?;
+    Ok(Printed::Text(match path {
+        Some(path) => table::lookup(&value, path).map(|found| table::plain_text(&found)).unwrap_or_default(),
+        None => serde_json::to_string_pretty(&value).map_err(|error| error.to_string())?,
+    }))
+}

@@ -1,0 +1,314 @@
+//! A node's kernel and disk, in memory, with faults: what an agent acts on in a script.
+//!
+//! It outlives the agent, as a kernel does: an agent that starts again finds what the one before has left.
+//!
+//! # What a green run does not prove
+//!
+//! Nothing here forwards a packet, and nothing refuses what a kernel would refuse: a route via an unreachable gateway is
+//! kept like any other, a map never fills. Devices and addresses of the node never change, and routes that the agent adds
+//! are not seen among those of the network. That the kernel does what the rows say is for the namespace and eBPF tests.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::{self, Debug};
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cistern::app::targets::{DatapathTargets, Targets, target};
+use cistern::controllers::endpoint::{EndpointMap, LeaseStore};
+use cistern::reconciler::Operations;
+use cistern::tables::rows::{LinkRow, NetworkRow, RouteRow, RouteTarget};
+use cistern_core::ipam::lease::{Change, Record, RecordKey};
+use cistern_core::masquerade::plan::{AttachmentEntry, DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
+use cistern_core::reconcile::{Classify, ErrorClass};
+use ipnet::{IpNet, Ipv4Net};
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+/// The device that leads to the other nodes.
+const DEVICE: u32 = 2;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Why an operation failed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum MemoryError {
+    /// Drawn from the seed.
+    #[error("injected fault on {0}")]
+    Fault(&'static str),
+    /// The agent that asks has been killed.
+    #[error("the process that asks is dead")]
+    Dead,
+}
+
+impl Classify for MemoryError {
+    fn class(&self) -> ErrorClass {
+        ErrorClass::Transient
+    }
+}
+
+/// Lets operations of one agent fail: some by chance, all once it has been killed.
+#[derive(Clone)]
+struct Gate {
+    alive: Arc<AtomicBool>,
+    faults: Arc<Mutex<Faults>>,
+}
+
+struct Faults {
+    percent: u8,
+    random: SmallRng,
+}
+
+impl Gate {
+    fn pass(&self, what: &'static str) -> Result<(), MemoryError> {
+        if !self.alive.load(Ordering::Relaxed) {
+            return Err(MemoryError::Dead);
+        }
+        let mut faults = lock(&self.faults);
+        let percent = faults.percent;
+        if faults.random.random_range(0..100_u8) < percent { Err(MemoryError::Fault(what)) } else { Ok(()) }
+    }
+}
+
+type Rows<K, V> = Arc<Mutex<BTreeMap<K, V>>>;
+
+/// A set of rows that a reconciler makes equal to its table.
+struct MemoryTarget<K, V> {
+    name: &'static str,
+    rows: Rows<K, V>,
+    gate: Gate,
+}
+
+impl<K, V> Operations for MemoryTarget<K, V>
+where
+    K: Ord + Clone + Debug + Send + Sync + 'static,
+    V: Clone + PartialEq + Debug + Send + Sync + 'static,
+{
+    type Key = K;
+    type Value = V;
+    type Error = MemoryError;
+
+    async fn update(&mut self, key: &K, value: &V) -> Result<(), MemoryError> {
+        self.gate.pass(self.name)?;
+        lock(&self.rows).insert(key.clone(), value.clone());
+        Ok(())
+    }
+
+    async fn delete(&mut self, key: &K) -> Result<(), MemoryError> {
+        self.gate.pass(self.name)?;
+        lock(&self.rows).remove(key);
+        Ok(())
+    }
+
+    async fn observe(&mut self) -> Result<BTreeMap<K, V>, MemoryError> {
+        self.gate.pass(self.name)?;
+        Ok(lock(&self.rows).clone())
+    }
+}
+
+impl EndpointMap for MemoryTarget<Ipv4Addr, EndpointEntry> {
+    fn insert(&mut self, address: Ipv4Addr, entry: EndpointEntry) -> Result<(), String> {
+        self.gate.pass(self.name).map_err(|error| error.to_string())?;
+        lock(&self.rows).insert(address, entry);
+        Ok(())
+    }
+
+    fn remove(&mut self, address: Ipv4Addr) -> Result<(), String> {
+        self.gate.pass(self.name).map_err(|error| error.to_string())?;
+        lock(&self.rows).remove(&address);
+        Ok(())
+    }
+}
+
+/// The disk with the leases. A write that fails leaves those before it written.
+struct MemoryLeases {
+    records: Rows<RecordKey, Record>,
+    gate: Gate,
+}
+
+impl LeaseStore for MemoryLeases {
+    fn write(&mut self, changes: &[Change]) -> Result<(), (usize, String)> {
+        for (written, change) in changes.iter().enumerate() {
+            self.gate.pass("leases").map_err(|error| (written, error.to_string()))?;
+            let mut records = lock(&self.records);
+            match change {
+                Change::Put(record) => records.insert(record.key(), record.clone()),
+                Change::Remove(key) => records.remove(key),
+            };
+        }
+        Ok(())
+    }
+}
+
+/// One node's machine.
+pub(super) struct Machine {
+    /// The address under which other nodes reach it.
+    pub(super) address: Ipv4Addr,
+    /// Where the state that is not leases survives.
+    pub(super) state: tempfile::TempDir,
+    routes: Rows<Ipv4Net, RouteTarget>,
+    router: Rows<Ipv4Addr, ()>,
+    excluded: Rows<Ipv4Net, ExcludedReason>,
+    endpoints: Rows<Ipv4Addr, EndpointEntry>,
+    devices: Rows<u32, DeviceEntry>,
+    settings: Rows<(), DatapathSettings>,
+    attachments: Rows<u32, AttachmentEntry>,
+    records: Rows<RecordKey, Record>,
+    namespaces: Arc<Mutex<BTreeSet<String>>>,
+    faults: Arc<Mutex<Faults>>,
+}
+
+/// What an agent is started with, and the means to kill it.
+pub(super) struct Grasp {
+    pub(super) targets: Targets,
+    pub(super) leases: Vec<Record>,
+    pub(super) lease_store: Box<dyn LeaseStore>,
+    pub(super) netns_exists: Box<dyn Fn(&str) -> bool + Send>,
+    /// False: nothing that the agent does arrives at the machine any more.
+    pub(super) alive: Arc<AtomicBool>,
+}
+
+impl Machine {
+    /// A machine that holds nothing yet.
+    pub(super) fn new(address: Ipv4Addr, seed: u64, percent: u8) -> std::io::Result<Self> {
+        Ok(Self {
+            address,
+            state: tempfile::tempdir()?,
+            routes: Rows::default(),
+            router: Rows::default(),
+            excluded: Rows::default(),
+            endpoints: Rows::default(),
+            devices: Rows::default(),
+            settings: Rows::default(),
+            attachments: Rows::default(),
+            records: Rows::default(),
+            namespaces: Arc::default(),
+            faults: Arc::new(Mutex::new(Faults { percent, random: SmallRng::seed_from_u64(seed) })),
+        })
+    }
+
+    /// Lets this share of all operations fail.
+    pub(super) fn set_faults(&self, percent: u8) {
+        lock(&self.faults).percent = percent;
+    }
+
+    /// Makes or removes the network namespace of a container.
+    pub(super) fn set_namespace(&self, path: &str, exists: bool) {
+        let mut namespaces = lock(&self.namespaces);
+        if exists {
+            namespaces.insert(path.to_owned())
+        } else {
+            namespaces.remove(path)
+        };
+    }
+
+    /// Hands the machine to an agent that starts.
+    pub(super) fn grasp(&self) -> Grasp {
+        let alive = Arc::new(AtomicBool::new(true));
+        let gate = Gate { alive: Arc::clone(&alive), faults: Arc::clone(&self.faults) };
+        let network = self.network();
+        let namespaces = Arc::clone(&self.namespaces);
+        let targets = Targets {
+            network: Box::new(move |table, cancel| {
+                Box::pin(async move {
+                    table.publish(BTreeMap::from([((), network)]));
+                    cancel.cancelled().await;
+                    Ok(())
+                })
+            }),
+            routes: target(memory("routes", &self.routes, &gate)),
+            router: target(memory("router", &self.router, &gate)),
+            datapath: Some(DatapathTargets {
+                excluded: target(memory("excluded", &self.excluded, &gate)),
+                endpoints: target(memory("endpoints", &self.endpoints, &gate)),
+                endpoint_map: Box::new(memory("endpoints", &self.endpoints, &gate)),
+                devices: target(memory("devices", &self.devices, &gate)),
+                settings: target(memory("settings", &self.settings, &gate)),
+                attachments: target(memory("attachments", &self.attachments, &gate)),
+                background: Box::new(|cancel| {
+                    Box::pin(async move {
+                        cancel.cancelled().await;
+                        Ok(())
+                    })
+                }),
+            }),
+        };
+        Grasp {
+            targets,
+            leases: lock(&self.records).values().cloned().collect(),
+            lease_store: Box::new(MemoryLeases { records: Arc::clone(&self.records), gate }),
+            netns_exists: Box::new(move |path| lock(&namespaces).contains(path)),
+            alive,
+        }
+    }
+
+    fn network(&self) -> NetworkRow {
+        let link = |name: &str, address: IpNet, loopback: bool| LinkRow {
+            name: name.to_owned(),
+            up: true,
+            loopback,
+            kind: String::new(),
+            master: None,
+            mtu: if loopback { 65_536 } else { 1500 },
+            mac: if loopback { Vec::new() } else { vec![2, 0, 0, 0, 0, 1] },
+            addresses: vec![address],
+        };
+        let net = Ipv4Net::new_assert(self.address, 24);
+        let gateway = net.hosts().next_back();
+        let route = |destination: Ipv4Net, gateway: Option<Ipv4Addr>, source: Option<Ipv4Addr>| RouteRow {
+            destination,
+            ifindex: Some(DEVICE),
+            gateway,
+            source,
+        };
+        NetworkRow {
+            links: BTreeMap::from([
+                (1, link("lo", Ipv4Net::new_assert(Ipv4Addr::LOCALHOST, 8).into(), true)),
+                (DEVICE, link("eth0", net.into(), false)),
+            ]),
+            routes: vec![
+                route(Ipv4Net::new_assert(Ipv4Addr::UNSPECIFIED, 0), gateway, None),
+                route(net.trunc(), None, Some(self.address)),
+            ],
+        }
+    }
+
+    /// The rows of a target by name, one a line: key and value.
+    pub(super) fn shown(&self, target: &str) -> Result<String, String> {
+        match target {
+            "routes" => Ok(shown(&self.routes, |net| net.to_string())),
+            "router" => Ok(shown(&self.router, |address| address.to_string())),
+            "excluded" => Ok(shown(&self.excluded, |net| net.to_string())),
+            "endpoints" => Ok(shown(&self.endpoints, |address| address.to_string())),
+            "devices" => Ok(shown(&self.devices, |index| index.to_string())),
+            "settings" => Ok(shown(&self.settings, |()| "node".to_owned())),
+            "attachments" => Ok(shown(&self.attachments, |index| index.to_string())),
+            "leases" => Ok(lock(&self.records).keys().map(|key| format!("{key}\n")).collect()),
+            other => Err(format!(
+                "{other}: expected routes, router, excluded, endpoints, devices, settings, attachments or leases"
+            )),
+        }
+    }
+}
+
+fn memory<K, V>(name: &'static str, rows: &Rows<K, V>, gate: &Gate) -> MemoryTarget<K, V> {
+    MemoryTarget { name, rows: Arc::clone(rows), gate: gate.clone() }
+}
+
+fn shown<K: Ord, V: serde::Serialize>(rows: &Rows<K, V>, key: impl Fn(&K) -> String) -> String {
+    let line = |(row, value): (&K, &V)| {
+        let value = serde_json::to_value(value).unwrap_or_default();
+        let value =
+            if value.is_null() { String::new() } else { format!(" {}", crate::apiserver::table::plain_text(&value)) };
+        format!("{}{value}\n", key(row))
+    };
+    lock(rows).iter().map(line).collect()
+}
+
+impl Debug for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Machine").field("address", &self.address).finish_non_exhaustive()
+    }
+}
