@@ -4,6 +4,7 @@
 //! twice, since it is another one then, so each run is a call of its own, and what is compared is the median of many. The
 //! base is a frame that is no IP at all: the program ends with it at its first comparison, as an empty program would, and
 //! what is told then is the measuring itself. Rounds are interleaved, so that a slow moment of the machine meets all.
+#![expect(clippy::panic, clippy::indexing_slicing, reason = "a bench ends where it cannot measure")]
 
 use aya::programs::{SchedClassifier, TestRun, TestRunOptions};
 use cistern::datapath::{Capacities, Datapath};
