@@ -127,7 +127,11 @@ pub(crate) fn assert_checksums(frame: &[u8]) {
     match ip[9] {
         17 if transport[6..8] == [0, 0] => {}
         6 | 17 => {
-            assert_eq!(sum(transport, pseudo_header(ip, transport.len())), 0xffff, "transport checksum of {frame:02x?}");
+            assert_eq!(
+                sum(transport, pseudo_header(ip, transport.len())),
+                0xffff,
+                "transport checksum of {frame:02x?}"
+            );
         }
         1 => assert_eq!(sum(transport, 0), 0xffff, "ICMP checksum of {frame:02x?}"),
         _ => {}
