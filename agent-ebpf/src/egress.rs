@@ -19,9 +19,8 @@ use aya_ebpf::bindings::{
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
 use cistern_ebpf_common::abi::{
-    Address, DeviceKey, ENDPOINT_EXEMPT, EndpointKey, ExcludedAddress, ExcludedValue, FlowKey, MARK_TRANSLATED,
-    OWNER_HOST, OWNER_POD, Port, REASON_OWN_NODE, RevValue, SETTING_IMMEDIATE, SETTING_MASQUERADE, SettingsValue, TCP,
-    seen,
+    Address, DeviceKey, ENDPOINT_EXEMPT, EndpointKey, ExcludedAddress, ExcludedValue, MARK_TRANSLATED, OWNER_HOST,
+    OWNER_POD, Port, REASON_OWN_NODE, RevValue, SETTING_IMMEDIATE, SETTING_MASQUERADE, SettingsValue, TCP, seen,
 };
 use cistern_ebpf_common::counter::Counter;
 use cistern_ebpf_common::header::{tcp_never_opens, tcp_opens, tcp_seen};
@@ -93,10 +92,6 @@ fn decide(ctx: &TcContext, packet: &Packet) -> Verdict {
     if settings.flags & SETTING_MASQUERADE == 0 {
         return Verdict::Pass(Counter::Disabled);
     }
-    // SAFETY: user space writes devices whole, and rarely; a torn read is excluded by the four-byte value.
-    let device =
-        unsafe { DEVICES.get(DeviceKey { ifindex: packet::ifindex(ctx) }) }.map_or([0; 4], |value| value.address);
-    let now = nat::now();
     let opens = flow.protocol == TCP && tcp_opens(packet.flags);
     let sticky = settings.flags & SETTING_IMMEDIATE == 0;
 
@@ -105,86 +100,155 @@ fn decide(ctx: &TcContext, packet: &Packet) -> Verdict {
         // SAFETY: valid until the program ends; a slot that the LRU gives away meanwhile shows another flow's values
         // for this one packet at worst, which the check against the reverse map notices within a second.
         let value = unsafe { &mut *value };
-        if value.external != device && !is_own_address(value.external) {
+        // SAFETY: a plain field. Read once: user space may raise it between the comparison and the store.
+        let generation = unsafe { core::ptr::read_volatile(&settings.generation) };
+        let checked = value.generation == generation;
+        if !checked && !is_own_address(ctx, value.external) {
             nat::forget(flow, value.external, value.external_port);
             count(Counter::StaleAddress);
-        } else if !opens && sticky {
-            let closing = flow.protocol == TCP && tcp_seen(packet.flags) != seen::ANY;
-            if value.checked == now && !closing {
-                return Verdict::Translate(value.external, value.external_port);
-            }
-            if let Some(entry) = nat::owned(&flow.outside(value.external, value.external_port), flow) {
-                nat::touch_sent(entry, flow, packet.flags, now);
-                value.checked = now;
-                return Verdict::Translate(value.external, value.external_port);
-            }
-            let _ = FWD.remove(flow);
         } else {
-            cached = Some((value.external, value.external_port));
+            if !checked {
+                value.generation = generation;
+            }
+            if opens || !sticky {
+                cached = Some((value.external, value.external_port));
+            } else {
+                let now = nat::now();
+                let closing = flow.protocol == TCP && tcp_seen(packet.flags) != seen::ANY;
+                if value.checked == now && !closing {
+                    return Verdict::Translate(value.external, value.external_port);
+                }
+                if let Some(entry) = nat::owned(&flow.outside(value.external, value.external_port), flow) {
+                    nat::touch_sent(entry, flow, packet.flags, now);
+                    value.checked = now;
+                    return Verdict::Translate(value.external, value.external_port);
+                }
+                let _ = FWD.remove(flow);
+            }
         }
     }
+    let search = match consider(ctx, settings, packet, cached, sticky) {
+        Ok(search) => search,
+        Err(verdict) => return verdict,
+    };
+    search_or_open(ctx, settings, packet, &search, sticky)
+}
 
-    if flow.source == device && device != [0; 4] {
-        return host(ctx, settings, packet, now);
-    }
+/// A flow whose entry is to be looked for in the reverse map.
+struct Search {
+    /// The address that it leaves under.
+    external: Address,
+    /// [`OWNER_POD`] or [`OWNER_HOST`].
+    owner: u8,
+    /// The destination is excluded: an entry counts only if it is older than that, and none is made.
+    excluded: bool,
+}
+
+/// The rules for a packet that the cache does not answer: a verdict, or what to look for.
+#[inline(always)]
+fn consider(
+    ctx: &TcContext,
+    settings: &SettingsValue,
+    packet: &Packet,
+    cached: Option<(Address, Port)>,
+    sticky: bool,
+) -> Result<Search, Verdict> {
+    let flow = &packet.flow;
+    let opens = flow.protocol == TCP && tcp_opens(packet.flags);
     // SAFETY: user space replaces endpoint values whole; the flags are one word.
-    match unsafe { ENDPOINTS.get(EndpointKey { address: flow.source }) } {
-        None => return Verdict::Pass(Counter::ForeignSource),
-        Some(endpoint) if endpoint.flags & ENDPOINT_EXEMPT != 0 => return Verdict::Pass(Counter::PodExempt),
-        Some(_) => {}
+    let Some(endpoint) = (unsafe { ENDPOINTS.get(EndpointKey { address: flow.source }) }) else {
+        if flow.source == device_address(ctx) {
+            return host(ctx, settings, packet);
+        }
+        return Err(Verdict::Pass(Counter::ForeignSource));
+    };
+    if endpoint.flags & ENDPOINT_EXEMPT != 0 {
+        return Err(Verdict::Pass(Counter::PodExempt));
     }
 
     if let Some(prefix) = excluded(flow.destination) {
-        return keep_or_pass(settings, packet, device, prefix, cached, now, sticky);
+        if flow.protocol == TCP && sticky {
+            if opens && let Some((external, port)) = cached {
+                nat::forget(flow, external, port);
+            } else if prefix.since != 0 && nat::within(prefix.since, settings.window, nat::now()) {
+                return Ok(Search { external: device_address(ctx), owner: OWNER_POD, excluded: true });
+            }
+        }
+        return Err(Verdict::Pass(Counter::Excluded));
     }
 
     if opens {
-        let _ = INBOUND.remove(flow);
+        // Asked first: that takes no lock, and there is hardly ever one.
+        if INBOUND.get_ptr(flow).is_some() {
+            let _ = INBOUND.remove(flow);
+        }
     } else if let Some(value) = INBOUND.get_ptr_mut(flow) {
         // SAFETY: as for the cache.
         let value = unsafe { &mut *value };
-        value.sent |= nat::seen_of(flow, packet.flags);
+        let (bits, now) = (value.sent | nat::seen_of(flow, packet.flags), nat::now());
+        if bits != value.sent {
+            value.sent = bits;
+        }
         if value.last_seen != now {
             value.last_seen = now;
         }
-        return Verdict::Pass(Counter::InboundReply);
+        return Err(Verdict::Pass(Counter::InboundReply));
     }
 
     if let Some((external, port)) = cached
         && let Some(entry) = nat::owned(&flow.outside(external, port), flow)
     {
+        nat::touch_sent(entry, flow, packet.flags, nat::now());
+        return Err(Verdict::Translate(external, port));
+    }
+    let external = device_address(ctx);
+    if external == [0; 4] {
+        event(ctx, Counter::NoDeviceAddress, flow, nat::now());
+        return Err(Verdict::Pass(Counter::NoDeviceAddress));
+    }
+    Ok(Search { external, owner: OWNER_POD, excluded: false })
+}
+
+/// Looks for the flow's entry; where there is none, makes one if a packet like this may open a flow.
+///
+/// A SYN to an excluded destination ends what an older flow of the same ends had.
+#[inline(always)]
+fn search_or_open(
+    ctx: &TcContext,
+    settings: &SettingsValue,
+    packet: &Packet,
+    search: &Search,
+    sticky: bool,
+) -> Verdict {
+    let flow = &packet.flow;
+    let opens = flow.protocol != TCP || tcp_opens(packet.flags);
+    let now = nat::now();
+    if let Some((port, entry)) = nat::find(settings, flow, search.external) {
+        if search.excluded && opens {
+            nat::forget(flow, search.external, port);
+            return Verdict::Pass(Counter::Excluded);
+        }
         nat::touch_sent(entry, flow, packet.flags, now);
-        return Verdict::Translate(external, port);
+        nat::cache(settings, flow, search.external, port, now);
+        count(if search.owner == OWNER_HOST { Counter::HostTranslated } else { Counter::CacheRefilled });
+        return Verdict::Translate(search.external, port);
     }
-    if device == [0; 4] {
-        event(ctx, Counter::NoDeviceAddress, flow, now);
-        return Verdict::Pass(Counter::NoDeviceAddress);
+    if search.excluded {
+        return Verdict::Pass(Counter::Excluded);
     }
-    if let Some((port, entry)) = nat::find(settings, flow, device) {
-        nat::touch_sent(entry, flow, packet.flags, now);
-        nat::cache(flow, device, port, now);
-        count(Counter::CacheRefilled);
-        return Verdict::Translate(device, port);
-    }
-    if flow.protocol == TCP && !opens {
+    if !opens {
         if tcp_never_opens(packet.flags) {
             return Verdict::Pass(Counter::NeverOpens);
         }
-        if sticky && nat::within(settings.policy_changed, settings.window, now) {
+        if search.owner == OWNER_POD && sticky && nat::within(settings.policy_changed, settings.window, now) {
             return Verdict::Pass(Counter::PolicyWindow);
         }
     }
-    open(ctx, settings, flow, device, OWNER_POD, now)
-}
-
-/// Makes the entry of a new flow.
-#[inline(always)]
-fn open(ctx: &TcContext, settings: &SettingsValue, flow: &FlowKey, external: Address, owner: u8, now: u32) -> Verdict {
-    match nat::allocate(ctx, settings, flow, external, owner, now) {
+    match nat::allocate(ctx, settings, flow, search.external, search.owner, now) {
         Ok(port) => {
-            nat::cache(flow, external, port, now);
-            count(Counter::FlowCreated);
-            Verdict::Translate(external, port)
+            nat::cache(settings, flow, search.external, port, now);
+            count(if search.owner == OWNER_HOST { Counter::HostTranslated } else { Counter::FlowCreated });
+            Verdict::Translate(search.external, port)
         }
         Err(Refused::NoPort) => {
             event(ctx, Counter::NoPort, flow, now);
@@ -197,44 +261,17 @@ fn open(ctx: &TcContext, settings: &SettingsValue, flow: &FlowKey, external: Add
     }
 }
 
-/// Whether the address is on this node: it may be on another device than the one that the packet leaves by.
+/// The address that pods leave under by the packet's device; 0.0.0.0 where there is none.
 #[inline(always)]
-fn is_own_address(address: Address) -> bool {
-    excluded(address).is_some_and(|prefix| prefix.reason == REASON_OWN_NODE)
+pub(crate) fn device_address(ctx: &TcContext) -> Address {
+    // SAFETY: user space writes the four bytes as a whole.
+    unsafe { DEVICES.get(DeviceKey { ifindex: packet::ifindex(ctx) }) }.map_or([0; 4], |value| value.address)
 }
 
-/// A packet to an excluded destination: passes, unless it is of a TCP flow that was translated before the prefix was
-/// excluded. A SYN follows the present policy, and ends what an older flow of the same ends had.
+/// Whether the address is on this node: it may be on another device than the one that the packet leaves by.
 #[inline(always)]
-fn keep_or_pass(
-    settings: &SettingsValue,
-    packet: &Packet,
-    device: Address,
-    prefix: &ExcludedValue,
-    cached: Option<(Address, Port)>,
-    now: u32,
-    sticky: bool,
-) -> Verdict {
-    let flow = &packet.flow;
-    let opens = tcp_opens(packet.flags);
-    if flow.protocol != TCP || !sticky {
-        return Verdict::Pass(Counter::Excluded);
-    }
-    if opens && let Some((external, port)) = cached {
-        nat::forget(flow, external, port);
-    } else if nat::within(prefix.since, settings.window, now)
-        && let Some((port, entry)) = nat::find(settings, flow, device)
-    {
-        if opens {
-            nat::forget(flow, device, port);
-        } else {
-            nat::touch_sent(entry, flow, packet.flags, now);
-            nat::cache(flow, device, port, now);
-            count(Counter::CacheRefilled);
-            return Verdict::Translate(device, port);
-        }
-    }
-    Verdict::Pass(Counter::Excluded)
+fn is_own_address(ctx: &TcContext, address: Address) -> bool {
+    address == device_address(ctx) || excluded(address).is_some_and(|prefix| prefix.reason == REASON_OWN_NODE)
 }
 
 /// A flow of the host under the address that pods leave under too. It keeps its port, which is held in the reverse map
@@ -243,33 +280,23 @@ fn keep_or_pass(
 /// Held are only ports that a pod could be given, towards destinations that pods are translated for, and for TCP only
 /// by a SYN: a listening or connected socket is found by the look-up that allocation does.
 #[inline(always)]
-fn host(ctx: &TcContext, settings: &SettingsValue, packet: &Packet, now: u32) -> Verdict {
+fn host(ctx: &TcContext, settings: &SettingsValue, packet: &Packet) -> Result<Search, Verdict> {
     let flow = &packet.flow;
-    let opens = flow.protocol != TCP || tcp_opens(packet.flags);
-    if !nat::givable(settings, flow.protocol, u16::from_be_bytes(flow.source_port))
-        || excluded(flow.destination).is_some()
-    {
-        return Verdict::Pass(Counter::HostFlow);
+    let pass = Err(Verdict::Pass(Counter::HostFlow));
+    let givable = nat::givable(settings, flow.protocol, u16::from_be_bytes(flow.source_port));
+    if flow.source == [0; 4] || !givable || excluded(flow.destination).is_some() {
+        return pass;
     }
     let key = flow.outside(flow.source, flow.source_port);
+    let now = nat::now();
     if let Some(entry) = nat::owned(&key, flow) {
         nat::touch_sent(entry, flow, packet.flags, now);
-        return Verdict::Pass(Counter::HostFlow);
+        return pass;
     }
     if REV.get_ptr(key).is_some() {
-        if let Some((port, entry)) = nat::find(settings, flow, flow.source) {
-            nat::touch_sent(entry, flow, packet.flags, now);
-            nat::cache(flow, flow.source, port, now);
-            count(Counter::HostTranslated);
-            return Verdict::Translate(flow.source, port);
-        }
-        if flow.protocol == TCP && tcp_never_opens(packet.flags) {
-            return Verdict::Pass(Counter::NeverOpens);
-        }
-        count(Counter::HostTranslated);
-        return open(ctx, settings, flow, flow.source, OWNER_HOST, now);
+        return Ok(Search { external: flow.source, owner: OWNER_HOST, excluded: false });
     }
-    if opens {
+    if flow.protocol != TCP || tcp_opens(packet.flags) {
         let value = RevValue {
             origin: flow.source,
             origin_port: flow.source_port,
@@ -284,5 +311,5 @@ fn host(ctx: &TcContext, settings: &SettingsValue, packet: &Packet, now: u32) ->
         // A full map costs the host its reservation, not its packet.
         let _ = REV.insert(key, value, u64::from(BPF_NOEXIST));
     }
-    Verdict::Pass(Counter::HostFlow)
+    pass
 }

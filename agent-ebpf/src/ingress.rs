@@ -9,12 +9,12 @@ use aya_ebpf::bindings::{
 };
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
-use cistern_ebpf_common::abi::{DeviceKey, EndpointKey, FlowKey, ICMP, InboundValue, RevKey, TCP, seen};
+use cistern_ebpf_common::abi::{EndpointKey, FlowKey, ICMP, InboundValue, RevKey, TCP, seen};
 use cistern_ebpf_common::counter::Counter;
 use cistern_ebpf_common::header::tcp_opens;
 
-use crate::egress::excluded;
-use crate::maps::{DEVICES, ENDPOINTS, FWD, INBOUND, REV, SETTINGS};
+use crate::egress::{device_address, excluded};
+use crate::maps::{ENDPOINTS, FWD, INBOUND, REV, SETTINGS};
 use crate::nat;
 use crate::packet::{self, Packet, Parsed};
 use crate::report::count;
@@ -34,7 +34,6 @@ pub fn cistern_ingress(ctx: TcContext) -> i32 {
     if flow.protocol == ICMP && !packet.echo_reply {
         return TCX_NEXT;
     }
-    let now = nat::now();
     let key = RevKey {
         remote: flow.source,
         external: flow.destination,
@@ -46,7 +45,7 @@ pub fn cistern_ingress(ctx: TcContext) -> i32 {
     if let Some(entry) = REV.get_ptr_mut(key) {
         // SAFETY: valid until the program ends; see `nat::owned` for slots that are given away.
         let entry = unsafe { &mut *entry };
-        nat::touch_received(entry, nat::seen_of(&flow, packet.flags), now);
+        nat::touch_received(entry, nat::seen_of(&flow, packet.flags), nat::now());
         let (origin, port) = (entry.origin, entry.origin_port);
         if origin == key.external && port == key.external_port {
             return TCX_NEXT;
@@ -59,7 +58,7 @@ pub fn cistern_ingress(ctx: TcContext) -> i32 {
         return TCX_NEXT;
     }
     if flow.protocol != ICMP {
-        remember(&ctx, &packet, now);
+        remember(&ctx, &packet);
     }
     TCX_NEXT
 }
@@ -68,13 +67,13 @@ pub fn cistern_ingress(ctx: TcContext) -> i32 {
 /// itself opened a flow between the same ends, whose late packets must not look like an opening. Remote ends that are
 /// excluded need none, since answers to them keep the pod's address anyway.
 #[inline(always)]
-fn remember(ctx: &TcContext, packet: &Packet, now: u32) {
+fn remember(ctx: &TcContext, packet: &Packet) {
     let flow = &packet.flow;
     // SAFETY: only asked whether it is there.
     if unsafe { ENDPOINTS.get(EndpointKey { address: flow.destination }) }.is_none() {
         return;
     }
-    let answer = flow.answer();
+    let (answer, now) = (flow.answer(), nat::now());
     let opens = flow.protocol == TCP && tcp_opens(packet.flags);
     if let Some(value) = INBOUND.get_ptr_mut(answer) {
         // SAFETY: valid until the program ends; a slot that the LRU gives away gets one wrong time stamp.
@@ -112,8 +111,5 @@ fn translated(ctx: &TcContext, flow: &FlowKey) -> bool {
     if FWD.get_ptr(flow).is_some() {
         return true;
     }
-    // SAFETY: a four-byte value that user space writes whole.
-    let Some(device) = (unsafe { DEVICES.get(DeviceKey { ifindex: packet::ifindex(ctx) }) }) else { return false };
-    let address = device.address;
-    SETTINGS.get(0).is_some_and(|settings| nat::find(settings, flow, address).is_some())
+    SETTINGS.get(0).is_some_and(|settings| nat::find(settings, flow, device_address(ctx)).is_some())
 }

@@ -102,12 +102,6 @@ pub(crate) fn owned(key: &RevKey, flow: &FlowKey) -> Option<&'static mut RevValu
     (value.origin == flow.source && value.origin_port == flow.source_port).then_some(value)
 }
 
-/// The port of try number `attempt`: the source port, then the walk.
-#[inline(always)]
-fn port_of(attempt: usize, flow: &FlowKey, walk: &mut PortWalk) -> u16 {
-    if attempt == 0 { u16::from_be_bytes(flow.source_port) } else { walk.next_port() }
-}
-
 /// Looks for the entry of a flow that the cache has lost, as far as any allocation ever went.
 #[inline(always)]
 pub(crate) fn find(
@@ -115,10 +109,16 @@ pub(crate) fn find(
     flow: &FlowKey,
     external: Address,
 ) -> Option<(Port, &'static mut RevValue)> {
+    if let Some(value) = owned(&flow.outside(external, flow.source_port), flow) {
+        return Some((flow.source_port, value));
+    }
     let tries = TRIES.get(0)?;
+    if tries.moved == 0 {
+        return None;
+    }
     let mut walk = PortWalk::new(range(settings, flow.protocol), flow_hash(settings.hash_key, flow));
-    for attempt in 0..ports::TRIES {
-        let port = port_of(attempt, flow, &mut walk).to_be_bytes();
+    for attempt in 1..ports::TRIES {
+        let port = walk.next_port().to_be_bytes();
         if tries.used[attempt] == 0 {
             continue;
         }
@@ -131,9 +131,35 @@ pub(crate) fn find(
 
 /// Puts a flow into the cache. That this fails is no harm: the next packet searches.
 #[inline(always)]
-pub(crate) fn cache(flow: &FlowKey, external: Address, external_port: Port, now: u32) {
-    let value = FwdValue { external, external_port, zero: [0; 2], checked: now };
-    let _ = FWD.insert(flow, value, u64::from(BPF_ANY));
+pub(crate) fn cache(settings: &SettingsValue, flow: &FlowKey, external: Address, external_port: Port, now: u32) {
+    let generation = settings.generation;
+    let value = FwdValue { external, external_port, zero: [0; 2], checked: now, generation };
+    let _ = FWD.insert(flow, &value, u64::from(BPF_ANY));
+}
+
+/// What came of the try to own a port.
+enum Claim {
+    /// It is the flow's.
+    Owned,
+    /// It is another's.
+    Taken,
+    /// There is no room for an entry.
+    Full,
+}
+
+/// Tries to own a port.
+#[inline(always)]
+fn claim(ctx: &TcContext, key: &RevKey, flow: &FlowKey, value: &RevValue) -> Claim {
+    if value.owner == OWNER_POD && used_by_host(ctx, key) {
+        return Claim::Taken;
+    }
+    match REV.insert(key, value, u64::from(BPF_NOEXIST)) {
+        Ok(()) => Claim::Owned,
+        // Another CPU may have been faster with a packet of this same flow.
+        Err(EEXIST) if owned(key, flow).is_some() => Claim::Owned,
+        Err(EEXIST) => Claim::Taken,
+        Err(_) => Claim::Full,
+    }
 }
 
 /// Gives a flow a port, which is its own where that is free and may be given.
@@ -157,29 +183,28 @@ pub(crate) fn allocate(
         owner,
         zero: [0; 3],
     };
-    let mut walk = PortWalk::new(range(settings, flow.protocol), flow_hash(settings.hash_key, flow));
+    let mut walk = PortWalk::new(range(settings, flow.protocol), 0);
     for attempt in 0..ports::TRIES {
-        let port = port_of(attempt, flow, &mut walk);
+        let port = if attempt == 0 {
+            u16::from_be_bytes(flow.source_port)
+        } else {
+            // Most flows keep their port, and need no hash.
+            if attempt == 1 {
+                walk = PortWalk::new(range(settings, flow.protocol), flow_hash(settings.hash_key, flow));
+            }
+            walk.next_port()
+        };
         if !givable(settings, flow.protocol, port) {
             continue;
         }
         let port = port.to_be_bytes();
-        let key = flow.outside(external, port);
-        if owner == OWNER_POD && used_by_host(ctx, &key) {
-            continue;
-        }
-        match REV.insert(key, value, u64::from(BPF_NOEXIST)) {
-            Ok(()) => {
+        match claim(ctx, &flow.outside(external, port), flow, &value) {
+            Claim::Owned => {
                 mark_try(attempt);
                 return Ok(port);
             }
-            Err(EEXIST) => {
-                // Another CPU may have been faster with a packet of this same flow.
-                if owned(&key, flow).is_some() {
-                    return Ok(port);
-                }
-            }
-            Err(_) => return Err(Refused::MapFull),
+            Claim::Taken => {}
+            Claim::Full => return Err(Refused::MapFull),
         }
     }
     Err(Refused::NoPort)
@@ -187,13 +212,16 @@ pub(crate) fn allocate(
 
 /// Remembers that this try gave a port.
 #[inline(always)]
-pub(crate) fn mark_try(attempt: usize) {
+fn mark_try(attempt: usize) {
     if let Some(tries) = TRIES.get_ptr_mut(0)
         && attempt < ports::TRIES
     {
         // SAFETY: the one slot of an array map; bytes are only ever set to 1.
         unsafe {
             if (*tries).used[attempt] == 0 {
+                if attempt != 0 {
+                    (*tries).moved = 1;
+                }
                 (*tries).used[attempt] = 1;
             }
         }

@@ -6,7 +6,7 @@ use cistern_ebpf_common::abi::{Address, FlowKey, ICMP, Port, TCP, UDP};
 use cistern_ebpf_common::counter::Counter;
 use cistern_ebpf_common::header::{
     ETHERNET_LENGTH, ETHERTYPE_IPV4, ETHERTYPE_IPV6, ICMP_CHECKSUM, ICMP_ECHO_REPLY, ICMP_ECHO_REQUEST,
-    ICMP_IDENTIFIER, IPV4_CHECKSUM, Ipv4Header, TCP_CHECKSUM, UDP_CHECKSUM, icmp_is_error,
+    ICMP_IDENTIFIER, IPV4_CHECKSUM, IPV4_REWRITTEN, Ipv4Header, TCP_CHECKSUM, UDP_CHECKSUM, icmp_is_error,
 };
 
 /// A TCP, UDP or echo packet that is not a fragment.
@@ -47,7 +47,10 @@ pub(crate) fn mark(ctx: &TcContext) -> u32 {
     unsafe { (*ctx.skb.skb).mark }
 }
 
-/// Reads the headers.
+/// Bytes that hold all headers that the programs read: Ethernet, IPv4 with all options, TCP up to its options.
+const HEADERS: u32 = 14 + 60 + 20;
+
+/// Reads the headers. A packet may have them outside of its linear part; then they are pulled in, once.
 #[inline(always)]
 pub(crate) fn parse(ctx: &TcContext) -> Parsed {
     // SAFETY: as above.
@@ -60,12 +63,35 @@ pub(crate) fn parse(ctx: &TcContext) -> Parsed {
     if vlan != 0 {
         return Parsed::Untouched(Counter::Vlan);
     }
-    let Ok(header) = ctx.load::<Ipv4Header>(ETHERNET_LENGTH) else {
-        return Parsed::Untouched(Counter::Malformed);
-    };
-    let Some(length) = header.length() else { return Parsed::Untouched(Counter::Malformed) };
+    for _ in 0..2 {
+        if let Some(parsed) = parse_linear(ctx) {
+            return parsed;
+        }
+        if ctx.pull_data(ctx.len().min(HEADERS)).is_err() {
+            break;
+        }
+    }
+    Parsed::Untouched(Counter::Malformed)
+}
+
+/// `N` bytes at `at`, if they lie before `end`.
+#[inline(always)]
+fn bytes<const N: usize>(at: usize, end: usize) -> Option<[u8; N]> {
+    if at + N > end {
+        return None;
+    }
+    // SAFETY: the bytes lie in the linear part of the packet, which the comparison proves to the verifier too.
+    Some(unsafe { *(at as *const [u8; N]) })
+}
+
+/// Reads the headers in the linear part; `None` when they do not lie there.
+#[inline(always)]
+fn parse_linear(ctx: &TcContext) -> Option<Parsed> {
+    let (start, end) = (ctx.data(), ctx.data_end());
+    let header = Ipv4Header(bytes(start + ETHERNET_LENGTH, end)?);
+    let Some(length) = header.length() else { return Some(Parsed::Untouched(Counter::Malformed)) };
     if header.is_fragment() {
-        return Parsed::Untouched(Counter::Fragment);
+        return Some(Parsed::Untouched(Counter::Fragment));
     }
     let transport = ETHERNET_LENGTH + length;
     let mut flow = FlowKey {
@@ -80,31 +106,31 @@ pub(crate) fn parse(ctx: &TcContext) -> Parsed {
     let mut echo_reply = false;
     match flow.protocol {
         TCP => {
-            let Ok(tcp) = ctx.load::<[u8; 14]>(transport) else { return Parsed::Untouched(Counter::Malformed) };
+            let tcp: [u8; 18] = bytes(start + transport, end)?;
             flow.source_port = [tcp[0], tcp[1]];
             flow.destination_port = [tcp[2], tcp[3]];
             flags = tcp[13];
         }
         UDP => {
-            let Ok(udp) = ctx.load::<[u8; 4]>(transport) else { return Parsed::Untouched(Counter::Malformed) };
+            let udp: [u8; 8] = bytes(start + transport, end)?;
             flow.source_port = [udp[0], udp[1]];
             flow.destination_port = [udp[2], udp[3]];
         }
         ICMP => {
-            let Ok(icmp) = ctx.load::<[u8; 6]>(transport) else { return Parsed::Untouched(Counter::Malformed) };
+            let icmp: [u8; 8] = bytes(start + transport, end)?;
             match icmp[0] {
                 ICMP_ECHO_REQUEST => flow.source_port = [icmp[4], icmp[5]],
                 ICMP_ECHO_REPLY => {
                     flow.destination_port = [icmp[4], icmp[5]];
                     echo_reply = true;
                 }
-                kind if icmp_is_error(kind) => return Parsed::Untouched(Counter::IcmpError),
-                _ => return Parsed::Untouched(Counter::IcmpOther),
+                kind if icmp_is_error(kind) => return Some(Parsed::Untouched(Counter::IcmpError)),
+                _ => return Some(Parsed::Untouched(Counter::IcmpOther)),
             }
         }
-        _ => return Parsed::Untouched(Counter::ProtocolOther),
+        _ => return Some(Parsed::Untouched(Counter::ProtocolOther)),
     }
-    Parsed::Flow(Packet { header, transport, flow, flags, echo_reply })
+    Some(Parsed::Flow(Packet { header, transport, flow, flags, echo_reply }))
 }
 
 impl Packet {
@@ -139,7 +165,14 @@ impl Packet {
         port: (Port, Port),
         port_offset: usize,
     ) -> Result<(), i64> {
-        ctx.store(ETHERNET_LENGTH + IPV4_CHECKSUM, &self.header.rewritten(), 0)?;
+        let (start, end) = (ctx.data(), ctx.data_end());
+        let at = start + ETHERNET_LENGTH + IPV4_CHECKSUM;
+        if at + IPV4_REWRITTEN > end {
+            return Err(-1);
+        }
+        // SAFETY: the bytes lie in the linear part of the packet, which the kernel has made writable for a program that
+        // writes directly.
+        unsafe { *(at as *mut [u8; IPV4_REWRITTEN]) = self.header.rewritten() };
         let (offset, flags) = match self.flow.protocol {
             TCP => (TCP_CHECKSUM, 0),
             UDP => (UDP_CHECKSUM, u64::from(BPF_F_MARK_MANGLED_0)),

@@ -191,6 +191,7 @@ fn frames_that_are_no_whole_ipv4_packet_pass_untouched_and_are_counted() {
     });
 }
 
+// case: masquerade NM13
 #[test]
 fn a_full_map_refuses_new_flows_and_keeps_those_that_are_open() {
     isolated(|bpffs| {

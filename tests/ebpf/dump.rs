@@ -126,7 +126,7 @@ fn layouts_are_those_of_user_space_and_every_byte_is_set() {
                 layout!(RevValue: origin, origin_port, sent, received, last_seen, created, ifindex, owner, zero),
             ),
             (map::FWD, "key", layout!(FlowKey: source, destination, source_port, destination_port, protocol, zero)),
-            (map::FWD, "value", layout!(FwdValue: external, external_port, zero, checked)),
+            (map::FWD, "value", layout!(FwdValue: external, external_port, zero, checked, generation)),
             (map::INBOUND, "value", layout!(InboundValue: last_seen, created, ifindex, sent, received, zero)),
             (map::ENDPOINTS, "key", layout!(EndpointKey: address)),
             (map::ENDPOINTS, "value", layout!(EndpointValue: ifindex, flags)),
@@ -136,10 +136,10 @@ fn layouts_are_those_of_user_space_and_every_byte_is_set() {
             (
                 map::SETTINGS,
                 "value",
-                layout!(SettingsValue: hash_key, flags, window, policy_changed, port_first, port_last),
+                layout!(SettingsValue: hash_key, flags, window, policy_changed, generation, port_first, port_last, zero),
             ),
             (map::PORTS, "value", layout!(PortWord: reserved)),
-            (map::TRIES, "value", layout!(TriesValue: used, zero)),
+            (map::TRIES, "value", layout!(TriesValue: used, moved, zero)),
             (map::EVENTS, "value", layout!(EventsValue: no_port, map_full, no_device_address)),
             (map::COUNTERS, "value", layout!(CounterValue: packets)),
         ] {

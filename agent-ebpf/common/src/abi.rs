@@ -108,6 +108,8 @@ pub struct FwdValue {
     /// When the reverse entry was last looked at, in seconds of the monotonic clock. It is looked at once in a second:
     /// to keep `last_seen`, and to notice that it has gone.
     pub checked: u32,
+    /// [`SettingsValue::generation`] at which `external` was last seen to be an address of this node.
+    pub generation: u32,
 }
 
 /// A flow that was opened from outside: value of the inbound table, under the key of the pod's answer.
@@ -201,10 +203,15 @@ pub struct SettingsValue {
     pub window: u32,
     /// When the policy last changed so that flows may be translated that were not, in seconds of the monotonic clock.
     pub policy_changed: u32,
+    /// Raised after every change of the node's addresses, so that cached flows look at theirs again, and need not
+    /// otherwise.
+    pub generation: u32,
     /// First port that may be given.
     pub port_first: u16,
     /// Last port that may be given.
     pub port_last: u16,
+    /// Always zero.
+    pub zero: u32,
 }
 
 /// [`SettingsValue::flags`]: masquerading is on.
@@ -227,8 +234,10 @@ pub struct TriesValue {
     /// 1 at the index of each try that ever gave a port; index 0 is the kept source port. One byte each, since two
     /// CPUs then cannot undo each other's write.
     pub used: [u8; crate::ports::TRIES],
+    /// 1 when any try but the first ever gave a port.
+    pub moved: u8,
     /// Always zero.
-    pub zero: [u8; 7],
+    pub zero: [u8; 6],
 }
 
 /// When each rare event was last logged, in seconds of the monotonic clock: at most one line in a second.
@@ -264,14 +273,14 @@ const _: () = {
     assert!(offset_of!(RevKey, external) == 4 && offset_of!(RevKey, external_port) == 10);
     assert!(size_of::<RevValue>() == 4 + 2 + 1 + 1 + 4 + 4 + 4 + 1 + 3);
     assert!(offset_of!(RevValue, sent) == 6 && offset_of!(RevValue, last_seen) == 8);
-    assert!(size_of::<FwdValue>() == 4 + 2 + 2 + 4);
+    assert!(size_of::<FwdValue>() == 4 + 2 + 2 + 4 + 4);
     assert!(size_of::<InboundValue>() == 4 + 4 + 4 + 1 + 1 + 2);
     assert!(size_of::<EndpointKey>() == 4 && size_of::<EndpointValue>() == 8);
     assert!(size_of::<DeviceKey>() == 4 && size_of::<DeviceValue>() == 4);
     assert!(size_of::<ExcludedAddress>() == 4 && size_of::<ExcludedValue>() == 4 + 1 + 3);
-    assert!(size_of::<SettingsValue>() == 16 + 4 + 4 + 4 + 2 + 2);
-    assert!(offset_of!(SettingsValue, policy_changed) == 24 && offset_of!(SettingsValue, port_last) == 30);
-    assert!(size_of::<PortWord>() == 8 && size_of::<TriesValue>() == crate::ports::TRIES + 7);
+    assert!(size_of::<SettingsValue>() == 16 + 4 + 4 + 4 + 4 + 2 + 2 + 4);
+    assert!(offset_of!(SettingsValue, policy_changed) == 24 && offset_of!(SettingsValue, port_last) == 34);
+    assert!(size_of::<PortWord>() == 8 && size_of::<TriesValue>() == crate::ports::TRIES + 1 + 6);
     assert!(size_of::<EventsValue>() == 12 && size_of::<CounterValue>() == 8);
 };
 

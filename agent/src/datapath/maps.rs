@@ -95,6 +95,13 @@ impl Slot {
         self.array.set(0, value, 0).map_err(failed(map::SETTINGS, "write it"))
     }
 
+    /// Makes cached flows look at their address again. To be called after the change.
+    fn addresses_changed(&mut self) -> Result<(), DatapathError> {
+        let mut value = self.read()?;
+        value.generation = value.generation.wrapping_add(1);
+        self.write(value)
+    }
+
     /// Opens the window in which TCP packets without an entry are taken for packets of a flow that was not translated.
     /// To be called before the change that makes it necessary.
     fn policy_changes(&mut self) -> Result<(), DatapathError> {
@@ -184,7 +191,10 @@ impl Excluded {
         };
         let value = ExcludedValue { since, reason: reason as u8, zero: [0; 3] };
         inserted(map::EXCLUDED, prefix, self.trie.insert(&trie_key(prefix), value, 0))?;
-        self.rows.insert(prefix, value);
+        let before = self.rows.insert(prefix, value);
+        if before.is_some_and(|before| before.reason == ExcludedReason::OwnNode as u8) {
+            self.slot.lock().addresses_changed()?;
+        }
         Ok(())
     }
 
@@ -200,7 +210,7 @@ impl Excluded {
         self.slot.lock().policy_changes()?;
         found(self.trie.remove(&trie_key(prefix))).map_err(failed(map::EXCLUDED, format!("delete {prefix}")))?;
         self.rows.remove(&prefix);
-        Ok(())
+        self.slot.lock().addresses_changed()
     }
 }
 
@@ -304,6 +314,7 @@ impl Operations for Endpoints {
 #[derive(Debug)]
 pub struct Devices {
     map: HashMap<MapData, DeviceKey, DeviceValue>,
+    slot: SharedSlot,
 }
 
 fn device_rows(map: &HashMap<MapData, DeviceKey, DeviceValue>) -> Result<BTreeMap<u32, DeviceEntry>, DatapathError> {
@@ -317,8 +328,8 @@ fn device_rows(map: &HashMap<MapData, DeviceKey, DeviceValue>) -> Result<BTreeMa
 }
 
 impl Devices {
-    pub(super) fn open(pins: &Pins) -> Result<Self, DatapathError> {
-        Ok(Self { map: hash(pins, map::DEVICES)? })
+    pub(super) fn open(pins: &Pins, slot: SharedSlot) -> Result<Self, DatapathError> {
+        Ok(Self { map: hash(pins, map::DEVICES)?, slot })
     }
 
     /// Sets the address that pods leave under by a device.
@@ -327,7 +338,8 @@ impl Devices {
     /// [`DatapathError::Full`], or the kernel's error.
     pub fn insert(&mut self, ifindex: u32, entry: DeviceEntry) -> Result<(), DatapathError> {
         let value = DeviceValue { address: entry.address.unwrap_or(Ipv4Addr::UNSPECIFIED).octets() };
-        inserted(map::DEVICES, ifindex, self.map.insert(DeviceKey { ifindex }, value, 0))
+        inserted(map::DEVICES, ifindex, self.map.insert(DeviceKey { ifindex }, value, 0))?;
+        self.slot.lock().addresses_changed()
     }
 
     /// Forgets a device. An absent one is a success.
@@ -336,7 +348,7 @@ impl Devices {
     /// The kernel's error.
     pub fn remove(&mut self, ifindex: u32) -> Result<(), DatapathError> {
         found(self.map.remove(&DeviceKey { ifindex })).map_err(failed(map::DEVICES, format!("delete {ifindex}")))?;
-        Ok(())
+        self.slot.lock().addresses_changed()
     }
 }
 
@@ -434,8 +446,10 @@ impl Settings {
             flags,
             window: settings.tcp_idle_seconds,
             policy_changed: if starts { kernel::monotonic_seconds() } else { before.policy_changed },
+            generation: before.generation,
             port_first: settings.port_min,
             port_last: settings.port_max,
+            zero: 0,
         })
     }
 

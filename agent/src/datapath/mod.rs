@@ -89,7 +89,7 @@ impl Datapath {
     /// # Errors
     /// When the pinned map cannot be opened.
     pub fn devices(&self) -> Result<Devices, DatapathError> {
-        Devices::open(&self.pins)
+        Devices::open(&self.pins, self.slot.clone())
     }
 
     /// The node-wide settings. `fresh_key` becomes the key of the port walk, unless the maps have one already.

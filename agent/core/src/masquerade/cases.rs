@@ -666,6 +666,7 @@ pub const CASES: &[Case] = &[
         name: "a device without an address translates nothing",
         steps: &[Step::Readdress(None), out(SYN, A, W, unchanged(Rule::NoDeviceAddress)), Step::Flows(0)],
     },
+    // case: masquerade NM7
     Case {
         name: "a full range drops the flow that needs a port, and no other",
         steps: &[
