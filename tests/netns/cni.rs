@@ -164,7 +164,7 @@ fn add_makes_what_it_says() {
     let address = address_of(&result);
     let host = result["interfaces"][0]["name"].as_str().unwrap().to_owned();
     assert_eq!(node.agent.leases(), [("c1".to_owned(), (address, true))].into());
-    assert_eq!(node.host_sides(), [host.clone()]);
+    assert_eq!(node.host_sides(), std::slice::from_ref(&host));
     assert!(host.len() == 14 && host[3..].chars().all(|c| c.is_ascii_hexdigit()), "{host}");
 
     // The pod's side.
@@ -381,7 +381,8 @@ fn check_finds_what_is_missing() {
         node.call("DEL", "c1", &pod).run().result();
         node.add("c1", &pod)
     };
-    let breaks: [(&dyn Fn(&str) -> String, String, &str); 9] = [
+    type Run<'a> = &'a dyn Fn(&str) -> String;
+    let breaks: [(Run<'_>, String, &str); 9] = [
         (&in_pod, format!("ip address delete {address}/32 dev eth0"), "has no address"),
         (&in_pod, "ip route delete default".into(), "no default route"),
         (&in_pod, format!("ip route delete {ROUTER} dev eth0"), "no route to"),

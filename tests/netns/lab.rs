@@ -83,7 +83,7 @@ fn what_a_killed_maker_left_is_ended_by_the_next_lab() {
 fn maker_of_a_kept_lab() {
     let lab = Lab::kept("e-left").unwrap();
     let node = lab.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
-    let process = node.command("sleep").arg("1000").stdout(std::process::Stdio::null()).spawn().unwrap();
+    let mut process = node.command("sleep").arg("1000").stdout(std::process::Stdio::null()).spawn().unwrap();
     println!("left behind: {}", process.id());
-    std::thread::sleep(std::time::Duration::from_secs(600));
+    process.wait().unwrap();
 }

@@ -1,5 +1,12 @@
 //! Tests on real network namespaces, as root.
 
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "what a test cannot do without ends the test, with the place"
+)]
+
 mod agent;
 mod cni;
 mod lab;

@@ -156,7 +156,7 @@ pub async fn replay_once(directory: &Path, endpoints: &Endpoints) -> anyhow::Res
         let attachment = Attachment { container_id: del.container_id.clone(), ifname: del.ifname.clone() };
         let held = endpoints.check(attachment.clone()).await?;
         // A runtime that uses a container ID again has attached it anew since: that lease is not the one that ended.
-        if !held.is_some_and(|(lease, _)| lease.since() > del.queued) {
+        if held.is_none_or(|(lease, _)| lease.since() <= del.queued) {
             endpoints.del(attachment).await?;
         }
         queue.remove(&del)?;

@@ -76,10 +76,8 @@ pub fn run(options: Options) -> Result<bool> {
         println!("\n{}", cluster.tour());
     }
     drop(cluster);
-    if !options.keep {
-        if let Some(traces) = traces {
-            teller.tell("clean machine", traces.and_then(|traces| traces.wait_until_gone()));
-        }
+    if let Some(traces) = traces.filter(|_| !options.keep) {
+        teller.tell("clean machine", traces.and_then(|traces| traces.wait_until_gone()));
     }
     let seconds = begun.elapsed().as_secs_f64();
     match teller.failed {
