@@ -134,7 +134,7 @@ pub(crate) fn find(
 pub(crate) fn cache(settings: &SettingsValue, flow: &FlowKey, external: Address, external_port: Port, now: u32) {
     let generation = settings.generation;
     let value = FwdValue { external, external_port, zero: [0; 2], checked: now, generation };
-    let _ = FWD.insert(flow, &value, u64::from(BPF_ANY));
+    let _ = FWD.insert(flow, value, u64::from(BPF_ANY));
 }
 
 /// What came of the try to own a port.
