@@ -238,10 +238,14 @@ impl NetConf {
     /// # Errors
     /// [`Code::Decode`] with the parser's words.
     pub fn parse(stdin: &[u8]) -> Result<Self, Failure> {
-        serde_json::from_slice(stdin).map_err(|error| {
-            Failure::new(Code::Decode, format!("network configuration on standard input is not usable JSON: {error}"))
-                .with_details("expected an object with cniVersion, name and type; nothing was changed")
-        })
+        // Into a map first: a struct would be read from a list of values too.
+        serde_json::from_slice::<serde_json::Map<String, Value>>(stdin)
+            .and_then(|fields| serde_json::from_value(Value::Object(fields)))
+            .map_err(|error| {
+                let message = format!("network configuration on standard input is not usable JSON: {error}");
+                Failure::new(Code::Decode, message)
+                    .with_details("expected an object with cniVersion, name and type; nothing was changed")
+            })
     }
 
     /// The version that VERSION answers in. Some runtimes give it no configuration: it has no other input (section 2,
