@@ -23,7 +23,7 @@ pub enum DatapathError {
     /// A pinned map is not what this agent expects.
     #[error(
         "pinned map {} has {field} {found}, and this agent expects {expected}: the datapath of before goes on; run \
-         `cistern uninstall`, which ends the flows that are open, or go back to the former setting",
+         `rm -r` on the directory of the pins, which ends the flows that are open, or go back to the former setting",
         path.display()
     )]
     Incompatible {

@@ -6,7 +6,8 @@ use kube::Config;
 use std::path::Path;
 use std::time::Duration;
 
-/// A client made from a kubeconfig, or from the pod's service account when `kubeconfig` is none.
+/// A client made from a kubeconfig, or, when `kubeconfig` is none, from the pod's service account, else
+/// from `KUBECONFIG` or `~/.kube/config`.
 /// No call is made: the API server may be down.
 ///
 /// # Errors
@@ -23,9 +24,13 @@ pub async fn connect(kubeconfig: Option<&Path>, api_server: Option<&str>) -> Res
             (path, config)
         }
         None => {
-            let path = "in-cluster".to_owned();
-            let config = Config::incluster()
-                .map_err(|e| KubernetesError::Config { path: path.clone(), reason: e.to_string() })?;
+            let path = "service account or KUBECONFIG".to_owned();
+            let config = match Config::incluster() {
+                Ok(config) => config,
+                Err(outside) => Config::from_kubeconfig(&kube::config::KubeConfigOptions::default())
+                    .await
+                    .map_err(|e| KubernetesError::Config { path: path.clone(), reason: format!("{outside}; {e}") })?,
+            };
             (path, config)
         }
     };
