@@ -73,7 +73,7 @@ pub async fn run(
     let mut this = Candidate { api, election, clock, observed: None, leading: None };
     loop {
         let pause = this.step(&scope, &waits).await;
-        let until = this.leading.map(|renewed| this.clock.instant(renewed + this.election.timings.renew_deadline()));
+        let until = this.leading.map(|renewed| this.clock.instant(this.election.timings.leads_until(renewed)));
         scope.until.send_if_modified(|current| std::mem::replace(current, until) != until);
         view.publish(BTreeMap::from([((), this.row())]));
         if this.leading.is_none() && *scope.busy.borrow_and_update() {
@@ -149,7 +149,7 @@ impl Candidate {
 
     fn deadline_or(&mut self, pause: Duration, now: Duration) -> Duration {
         let Some(renewed) = self.leading else { return pause };
-        let deadline = renewed + self.election.timings.renew_deadline();
+        let deadline = self.election.timings.leads_until(renewed);
         if now >= deadline {
             tracing::warn!(identity = self.election.identity, "no longer leading: not renewed in time");
             self.leading = None;

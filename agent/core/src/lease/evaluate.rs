@@ -66,6 +66,13 @@ impl Timings {
         self.renew_deadline
     }
 
+    /// Until when a process whose last successful write was begun at `renewed` leads: what only a leader may write must
+    /// have ended by then, and with it before the Lease can (`ipam` decision 14).
+    #[must_use]
+    pub fn leads_until(&self, renewed: Duration) -> Duration {
+        renewed + self.renew_deadline
+    }
+
     /// How often is tried.
     #[must_use]
     pub fn retry_period(&self) -> Duration {
@@ -211,7 +218,7 @@ fn evaluate_leader(
     if record.holder() != Some(identity) {
         return Action::StepDown { loss: Loss::Taken { holder: record.holder().map(str::to_owned) } };
     }
-    let deadline = renewed + timings.renew_deadline;
+    let deadline = timings.leads_until(renewed);
     if now >= deadline {
         let since_renewal = now.saturating_sub(renewed);
         return Action::StepDown { loss: Loss::Deadline { since_renewal, deadline: timings.renew_deadline } };
@@ -240,13 +247,6 @@ fn evaluate_candidate(observed: &Observation, identity: &str, timings: &Timings,
             }
         }
     }
-}
-
-/// How long a write that only a leader may do may take: it must have ended before the Lease can (`ipam` decision 14).
-/// `None` when it must not be begun. `leading` as for [`evaluate`].
-#[must_use]
-pub fn write_budget(leading: Option<Duration>, timings: &Timings, now: Duration) -> Option<Duration> {
-    (leading? + timings.renew_deadline).checked_sub(now).filter(|budget| !budget.is_zero())
 }
 
 #[cfg(test)]

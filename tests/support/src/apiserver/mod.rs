@@ -446,7 +446,7 @@ impl ApiServer {
         self.arrive(&caller).await?;
         match parsed {
             Ok(request) => self.answer_call(&caller, &request, body).await,
-            Err(error) => Ok(self.answer_other(parts, error)),
+            Err(error) => Ok(self.answer_other(parts, &error)),
         }
     }
 
@@ -464,7 +464,7 @@ impl ApiServer {
     }
 
     /// Discovery, health and what does not exist.
-    fn answer_other(&self, parts: &Parts, error: ApiError) -> Response<Body> {
+    fn answer_other(&self, parts: &Parts, error: &ApiError) -> Response<Body> {
         let path = parts.uri.path();
         if let "/healthz" | "/livez" | "/readyz" = path {
             return respond(200, "text/plain", Body::from("ok"));
@@ -475,7 +475,7 @@ impl ApiServer {
         }
         match discovery::answer(&self.shared.lock().registry, path) {
             Some(answer) => respond_json(200, &answer),
-            None => respond_error(&error),
+            None => respond_error(error),
         }
     }
 
@@ -578,7 +578,7 @@ impl ApiServer {
         let one = |code: u16, object: &Value| {
             let shown = resource.present(object);
             let shown = if request.as_table {
-                table::table(resource, &[shown], json!({}), self.shared.clock.now())
+                table::table(resource, &[shown], &json!({}), self.shared.clock.now())
             } else {
                 shown
             };
@@ -685,7 +685,7 @@ impl ApiServer {
         }
         let items: Vec<Value> = page.iter().map(|(_, object)| resource.present(object)).collect();
         let answer = if *as_table {
-            table::table(resource, &items, metadata, self.shared.clock.now())
+            table::table(resource, &items, &metadata, self.shared.clock.now())
         } else {
             json!({
                 "kind": format!("{}List", resource.kind),

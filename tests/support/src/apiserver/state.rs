@@ -182,7 +182,7 @@ impl State {
         if options.dry_run {
             return Ok(Arc::new(object));
         }
-        Ok(self.commit(resource, key, object))
+        Ok(self.commit(resource, &key, object))
     }
 
     /// Replaces an object, or its status.
@@ -374,7 +374,7 @@ impl State {
             return Ok(Arc::new(object));
         }
         let key = Self::key(resource, &place.namespace, name);
-        Ok(self.commit(resource, key, object))
+        Ok(self.commit(resource, &key, object))
     }
 
     /// Brings a body into the kept form: version and kind checked, unknown fields dropped.
@@ -464,7 +464,7 @@ impl State {
 
     /// Keeps an object, follows a definition with its kinds, finishes a deletion whose last finalizer has gone, and
     /// collects what has lost its owners.
-    fn commit(&mut self, resource: &Resource, key: Key, object: Value) -> Arc<Value> {
+    fn commit(&mut self, resource: &Resource, key: &Key, object: Value) -> Arc<Value> {
         let finished = !tree::text(&object, "/metadata/deletionTimestamp").is_empty()
             && tree::list(&object, "/metadata/finalizers").is_empty();
         let owned = !tree::list(&object, "/metadata/ownerReferences").is_empty();
@@ -476,7 +476,7 @@ impl State {
             }
         }
         if finished {
-            return self.erase(&key).unwrap_or(kept);
+            return self.erase(key).unwrap_or(kept);
         }
         if owned {
             self.collect_garbage();

@@ -9,7 +9,7 @@ use super::tree;
 type Compute = fn(&Value, Timestamp) -> Value;
 
 /// Objects, in the form of the resource's version, as a Table. `metadata` is that of the list.
-pub(super) fn table(resource: &Resource, objects: &[Value], metadata: Value, now: Timestamp) -> Value {
+pub(super) fn table(resource: &Resource, objects: &[Value], metadata: &Value, now: Timestamp) -> Value {
     let columns: Vec<Value> = resource
         .columns
         .iter()

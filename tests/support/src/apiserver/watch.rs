@@ -207,7 +207,7 @@ impl Watch {
     fn push(&mut self, kind: &str, object: &Value) {
         let shown = self.resource.present(object);
         let shown = if self.as_table {
-            table::table(&self.resource, &[shown], json!({}), self.shared.clock.now())
+            table::table(&self.resource, &[shown], &json!({}), self.shared.clock.now())
         } else {
             shown
         };

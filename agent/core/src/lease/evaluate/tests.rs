@@ -99,15 +99,6 @@ fn a_leader_that_is_not_named_any_more_steps_down() {
     assert_eq!(leader(Some(Record { holder: None, ..held_by("", "t") }), 100, 101), taken(None));
 }
 
-#[test]
-fn a_write_may_take_what_is_left_until_the_renew_deadline() {
-    assert_eq!(write_budget(None, &TIMINGS, s(0)), None);
-    assert_eq!(write_budget(Some(s(100)), &TIMINGS, s(100)), Some(s(10)));
-    assert_eq!(write_budget(Some(s(100)), &TIMINGS, s(109)), Some(s(1)));
-    assert_eq!(write_budget(Some(s(100)), &TIMINGS, s(110)), None);
-    assert_eq!(write_budget(Some(s(100)), &TIMINGS, s(5_000)), None);
-}
-
 /// A write under way: when it reaches the API, when the answer comes, and when the caller gives up.
 #[derive(Debug)]
 struct Write {
@@ -229,7 +220,7 @@ fn simulate(seed: u64) -> (u64, u64) {
         }
         let able = processes.iter().filter(|process| {
             let now = Duration::from_millis((tick + process.clock_offset) * 100);
-            write_budget(process.leading, &TIMINGS, now).is_some()
+            process.leading.is_some_and(|renewed| now < TIMINGS.leads_until(renewed))
         });
         match able.count() {
             0 => {}

@@ -70,7 +70,7 @@ fn cilium_nodes(client: Client) -> Api<DynamicObject> {
     Api::all_with(client, &ApiResource::from_gvk_with_plural(&gvk, "ciliumnodes"))
 }
 
-fn cilium_node(name: &str, spec: Value) -> DynamicObject {
+fn cilium_node(name: &str, spec: &Value) -> DynamicObject {
     let object = json!({
         "apiVersion": "cilium.io/v2", "kind": "CiliumNode", "metadata": {"name": name}, "spec": spec,
     });
@@ -97,7 +97,7 @@ async fn a_kind_is_served_from_its_definition_on() {
     let status = server.get("crd", "", "ciliumnodes.cilium.io").unwrap();
     assert_eq!(status.pointer("/status/conditions/1/type"), Some(&json!("Established")));
     assert!(nodes.list(&ListParams::default()).await.unwrap().items.is_empty());
-    let created = nodes.create(&PostParams::default(), &cilium_node("n1", json!({}))).await.unwrap();
+    let created = nodes.create(&PostParams::default(), &cilium_node("n1", &json!({}))).await.unwrap();
     assert!(created.uid().is_some() && created.metadata.generation == Some(1));
     server.delete("crd", "", "ciliumnodes.cilium.io").unwrap();
     assert_eq!(code(nodes.get("n1").await.unwrap_err()), 404);
@@ -107,7 +107,7 @@ async fn a_kind_is_served_from_its_definition_on() {
 async fn fields_that_the_schema_does_not_know_are_pruned_and_wrong_ones_refused() {
     let nodes = cilium_nodes(server().client_as("agent"));
     let created = nodes
-        .create(&PostParams::default(), &cilium_node("n1", json!({"ipam": {"pool": {}}, "typo": 1})))
+        .create(&PostParams::default(), &cilium_node("n1", &json!({"ipam": {"pool": {}}, "typo": 1})))
         .await
         .unwrap();
     assert_eq!(created.data.get("spec"), Some(&json!({"ipam": {"pool": {}}})));
@@ -116,7 +116,7 @@ async fn fields_that_the_schema_does_not_know_are_pruned_and_wrong_ones_refused(
         (json!({"ipam": {"pre-allocate": -1}}), "greater than or equal to"),
         (json!({"ipam": {"pool": {"10.0.0.1": "x"}}}), "spec.ipam.pool.10.0.0.1"),
     ] {
-        let Error::Api(status) = nodes.create(&PostParams::default(), &cilium_node("n2", spec)).await.unwrap_err()
+        let Error::Api(status) = nodes.create(&PostParams::default(), &cilium_node("n2", &spec)).await.unwrap_err()
         else {
             panic!("no answer")
         };
@@ -155,8 +155,8 @@ async fn metadata_is_validated() {
 async fn an_update_of_an_old_version_conflicts() {
     let server = server();
     let nodes = cilium_nodes(server.client_as("agent"));
-    let first = nodes.create(&PostParams::default(), &cilium_node("n1", json!({}))).await.unwrap();
-    assert_eq!(code(nodes.create(&PostParams::default(), &cilium_node("n1", json!({}))).await.unwrap_err()), 409);
+    let first = nodes.create(&PostParams::default(), &cilium_node("n1", &json!({}))).await.unwrap();
+    assert_eq!(code(nodes.create(&PostParams::default(), &cilium_node("n1", &json!({}))).await.unwrap_err()), 409);
 
     let mut changed = first.clone();
     *changed.data.pointer_mut("/spec").unwrap() = json!({"ipam": {"podCIDRs": ["10.0.0.0/24"]}});
@@ -181,7 +181,7 @@ async fn an_update_of_an_old_version_conflicts() {
 #[tokio::test(start_paused = true)]
 async fn spec_and_status_are_written_apart() {
     let nodes = cilium_nodes(server().client_as("agent"));
-    let mut object = cilium_node("n1", json!({}));
+    let mut object = cilium_node("n1", &json!({}));
     object.data.as_object_mut().unwrap().insert("status".to_owned(), json!({"ipam": {}}));
     let mut object = nodes.create(&PostParams::default(), &object).await.unwrap();
     assert_eq!(object.data.get("status"), None);
@@ -231,11 +231,11 @@ async fn patches_of_each_kind() {
         Some(&json!([{"type": "Ready", "status": "True"}, {"type": "NetworkUnavailable", "status": "False"}]))
     );
     let custom = cilium_nodes(server.client_as("agent"));
-    custom.create(&PostParams::default(), &cilium_node("n1", json!({}))).await.unwrap();
+    custom.create(&PostParams::default(), &cilium_node("n1", &json!({}))).await.unwrap();
     assert_eq!(code(custom.patch("n1", &params, &Patch::Strategic(json!({}))).await.unwrap_err()), 415);
 }
 
-fn applied(spec: Value) -> Value {
+fn applied(spec: &Value) -> Value {
     json!({"apiVersion": "cilium.io/v2", "kind": "CiliumNode", "spec": spec})
 }
 
@@ -245,7 +245,7 @@ async fn an_apply_owns_what_it_names() {
     let apply = |manager: &'static str, spec: Value, force: bool| {
         let nodes = nodes.clone();
         let params = PatchParams { force, ..PatchParams::apply(manager) };
-        async move { nodes.patch("n1", &params, &Patch::Apply(applied(spec))).await }
+        async move { nodes.patch("n1", &params, &Patch::Apply(applied(&spec))).await }
     };
     apply("agent", json!({"ipam": {"pool": {"10.0.0.1": {}, "10.0.0.2": {}}, "pre-allocate": 8}}), false)
         .await
@@ -279,14 +279,14 @@ async fn an_update_takes_ownership_and_an_apply_finds_out() {
     let server = server();
     let nodes = cilium_nodes(server.client_as("agent"));
     let params = PatchParams::apply("operator");
-    nodes.patch("n1", &params, &Patch::Apply(applied(json!({"ipam": {"pre-allocate": 8}})))).await.unwrap();
+    nodes.patch("n1", &params, &Patch::Apply(applied(&json!({"ipam": {"pre-allocate": 8}})))).await.unwrap();
     let edit = PatchParams { field_manager: Some("someone".to_owned()), ..PatchParams::default() };
     nodes.patch("n1", &edit, &Patch::Merge(json!({"spec": {"ipam": {"pre-allocate": 1}}}))).await.unwrap();
     let owners = server.get("cn", "", "n1").unwrap().pointer("/metadata/managedFields").cloned().unwrap();
     assert_eq!(owners.as_array().unwrap().len(), 1, "{owners}");
     assert_eq!(owners.pointer("/0/manager"), Some(&json!("someone")));
     assert_eq!(owners.pointer("/0/fieldsV1"), Some(&json!({"f:spec": {"f:ipam": {"f:pre-allocate": {}}}})));
-    let apply = Patch::Apply(applied(json!({"ipam": {"pre-allocate": 8}})));
+    let apply = Patch::Apply(applied(&json!({"ipam": {"pre-allocate": 8}})));
     assert_eq!(code(nodes.patch("n1", &params, &apply).await.unwrap_err()), 409);
 
     let status = json!({
@@ -311,7 +311,7 @@ async fn deletes_heed_preconditions_finalizers_and_owners() {
     let client = server.client_as("agent");
     let nodes: Api<Node> = Api::all(client.clone());
     let owner = nodes.create(&PostParams::default(), &node("n1")).await.unwrap();
-    let mut owned = cilium_node("n1", json!({}));
+    let mut owned = cilium_node("n1", &json!({}));
     owned.metadata.owner_references = Some(vec![
         serde_json::from_value(json!({
             "apiVersion": "v1", "kind": "Node", "name": "n1", "uid": owner.uid().unwrap(),

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use super::{Outcome, Printed, exactly, silent, take_namespace};
-use crate::apiserver::{ApiError, parse_manifest, table};
+use crate::apiserver::{parse_manifest, table};
 use crate::script::world::World;
 
 fn objects(world: &World, files: &[&str]) -> Result<Vec<Value>, String> {
@@ -19,20 +19,16 @@ fn objects(world: &World, files: &[&str]) -> Result<Vec<Value>, String> {
     Ok(objects)
 }
 
-fn text(error: ApiError) -> String {
-    error.to_string()
-}
-
 pub(super) fn add(world: &World, arguments: &[&str]) -> Outcome {
     for object in objects(world, arguments)? {
-        world.server.create(&object).map_err(text)?;
+        world.server.create(&object).map_err(|error| error.to_string())?;
     }
     Ok(silent())
 }
 
 pub(super) fn apply(world: &World, arguments: &[&str]) -> Outcome {
     for object in objects(world, arguments)? {
-        world.server.apply(&object).map_err(text)?;
+        world.server.apply(&object).map_err(|error| error.to_string())?;
     }
     Ok(silent())
 }
@@ -42,7 +38,7 @@ pub(super) fn patch(world: &World, arguments: &[&str]) -> Outcome {
     let (namespace, rest) = take_namespace(arguments)?;
     let [kind, name, patch] = exactly(&rest, "k8s/patch KIND NAME JSON [-n NAMESPACE]")?;
     let patch: Value = serde_json::from_str(patch).map_err(|error| format!("{patch}: {error}"))?;
-    world.server.patch(kind, namespace, name, &patch).map_err(text)?;
+    world.server.patch(kind, namespace, name, &patch).map_err(|error| error.to_string())?;
     Ok(silent())
 }
 
@@ -52,7 +48,7 @@ pub(super) fn delete(world: &World, arguments: &[&str]) -> Outcome {
         return Err("expected: k8s/delete KIND NAME… [-n NAMESPACE]".to_owned());
     };
     for name in names {
-        world.server.delete(kind, namespace, name).map_err(text)?;
+        world.server.delete(kind, namespace, name).map_err(|error| error.to_string())?;
     }
     Ok(silent())
 }
@@ -65,7 +61,7 @@ pub(super) fn get(world: &World, arguments: &[&str]) -> Outcome {
         [kind, name, path] => (kind, name, Some(path)),
         _ => return Err("expected: k8s/get KIND NAME [PATH] [-n NAMESPACE]".to_owned()),
     };
-    let object = world.server.get(kind, namespace, name).map_err(text)?;
+    let object = world.server.get(kind, namespace, name).map_err(|error| error.to_string())?;
     Ok(Printed::Text(match path {
         Some(path) => shown(&object, path),
         None => serde_json::to_string_pretty(&essence(object)).map_err(|error| error.to_string())?,
@@ -77,7 +73,7 @@ pub(super) fn list(world: &World, arguments: &[&str]) -> Outcome {
     let Some((kind, paths)) = arguments.split_first() else {
         return Err("expected: k8s/list KIND PATH…".to_owned());
     };
-    let objects = world.server.list(kind).map_err(text)?;
+    let objects = world.server.list(kind).map_err(|error| error.to_string())?;
     let line = |object: &Value| {
         let values = paths.iter().map(|path| shown(object, path));
         let words: Vec<String> = [shown(object, ".metadata.name")].into_iter().chain(values).collect();
@@ -90,7 +86,7 @@ pub(super) fn list(world: &World, arguments: &[&str]) -> Outcome {
 pub(super) fn distinct(world: &World, arguments: &[&str]) -> Outcome {
     let [kind, path] = exactly(arguments, "k8s/distinct KIND PATH")?;
     let mut holders: BTreeMap<String, String> = BTreeMap::new();
-    for object in world.server.list(kind).map_err(text)? {
+    for object in world.server.list(kind).map_err(|error| error.to_string())? {
         let (name, value) = (shown(&object, ".metadata.name"), shown(&object, path));
         if ["", "[]"].contains(&value.as_str()) {
             return Err(format!("{name} has nothing at {path}"));
@@ -106,7 +102,7 @@ pub(super) fn distinct(world: &World, arguments: &[&str]) -> Outcome {
 pub(super) fn history(world: &World, arguments: &[&str]) -> Outcome {
     let (namespace, rest) = take_namespace(arguments)?;
     let [kind, name, path] = exactly(&rest, "k8s/history KIND NAME PATH [-n NAMESPACE]")?;
-    let versions = world.server.history(kind, namespace, name).map_err(text)?;
+    let versions = world.server.history(kind, namespace, name).map_err(|error| error.to_string())?;
     let mut lines: Vec<String> = versions
         .iter()
         .map(|version| version.as_ref().map_or("(deleted)".to_owned(), |object| shown(object, path)))
@@ -123,7 +119,7 @@ pub(super) fn add_nodes(world: &World, arguments: &[&str]) -> Outcome {
     for argument in arguments {
         let (name, pod_cidr) = argument.split_once('=').map_or((*argument, None), |(name, cidr)| (name, Some(cidr)));
         let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}});
-        let node = world.server.create(&node).map_err(text)?;
+        let node = world.server.create(&node).map_err(|error| error.to_string())?;
         let owner = json!({"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.pointer("/metadata/uid")});
         let pod_cidrs: Vec<&str> = pod_cidr.into_iter().collect();
         let cilium_node = json!({
@@ -132,7 +128,7 @@ pub(super) fn add_nodes(world: &World, arguments: &[&str]) -> Outcome {
             "metadata": {"name": name, "ownerReferences": [owner]},
             "spec": {"ipam": {"podCIDRs": pod_cidrs}},
         });
-        world.server.create(&cilium_node).map_err(text)?;
+        world.server.create(&cilium_node).map_err(|error| error.to_string())?;
     }
     Ok(silent())
 }
