@@ -29,7 +29,7 @@ use aya_ebpf::btf_maps::lpm_trie::Key;
 
 use crate::maps::{DEVICES, ENDPOINTS, EXCLUDED, FWD, INBOUND, REV, SETTINGS};
 use crate::nat::{self, Refused};
-use crate::packet::{self, Packet, Parsed};
+use crate::packet::{self, Packet};
 use crate::report::{count, event};
 
 /// What becomes of a packet.
@@ -44,14 +44,7 @@ enum Verdict {
 
 #[classifier]
 pub fn cistern_egress(ctx: TcContext) -> i32 {
-    let mut packet = match packet::parse(&ctx) {
-        Parsed::Flow(packet) => packet,
-        Parsed::Untouched(kind) => {
-            count(kind);
-            return TCX_NEXT;
-        }
-        Parsed::Foreign => return TCX_NEXT,
-    };
+    let Some(mut packet) = packet::flow(&ctx) else { return TCX_NEXT };
     match decide(&ctx, &packet) {
         Verdict::Pass(kind) => {
             count(kind);

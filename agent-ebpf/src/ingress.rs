@@ -16,19 +16,12 @@ use cistern_ebpf_common::header::tcp_opens;
 use crate::egress::{device_address, excluded};
 use crate::maps::{ENDPOINTS, FWD, INBOUND, REV, SETTINGS};
 use crate::nat;
-use crate::packet::{self, Packet, Parsed};
+use crate::packet::{self, Packet};
 use crate::report::count;
 
 #[classifier]
 pub fn cistern_ingress(ctx: TcContext) -> i32 {
-    let mut packet = match packet::parse(&ctx) {
-        Parsed::Flow(packet) => packet,
-        Parsed::Untouched(kind) => {
-            count(kind);
-            return TCX_NEXT;
-        }
-        Parsed::Foreign => return TCX_NEXT,
-    };
+    let Some(mut packet) = packet::flow(&ctx) else { return TCX_NEXT };
     let flow = packet.flow;
     // An echo request from outside answers nothing, and the pod's reply to it passes untouched.
     if flow.protocol == ICMP && !packet.echo_reply {

@@ -9,6 +9,8 @@ use cistern_ebpf_common::header::{
     ICMP_IDENTIFIER, IPV4_CHECKSUM, IPV4_REWRITTEN, Ipv4Header, TCP_CHECKSUM, UDP_CHECKSUM, icmp_is_error,
 };
 
+use crate::report::count;
+
 /// A TCP, UDP or echo packet that is not a fragment.
 pub(crate) struct Packet {
     header: Ipv4Header,
@@ -24,7 +26,7 @@ pub(crate) struct Packet {
 }
 
 /// What a packet is to the programs.
-pub(crate) enum Parsed {
+enum Parsed {
     /// One to decide about.
     Flow(Packet),
     /// Not handled, and counted as this.
@@ -50,9 +52,22 @@ pub(crate) fn mark(ctx: &TcContext) -> u32 {
 /// Bytes that hold all headers that the programs read: Ethernet, IPv4 with all options, TCP up to its options.
 const HEADERS: u32 = 14 + 60 + 20;
 
+/// A packet to decide about. One that is not handled goes on untouched, counted by its kind.
+#[inline(always)]
+pub(crate) fn flow(ctx: &TcContext) -> Option<Packet> {
+    match parse(ctx) {
+        Parsed::Flow(packet) => Some(packet),
+        Parsed::Untouched(kind) => {
+            count(kind);
+            None
+        }
+        Parsed::Foreign => None,
+    }
+}
+
 /// Reads the headers. A packet may have them outside of its linear part; then they are pulled in, once.
 #[inline(always)]
-pub(crate) fn parse(ctx: &TcContext) -> Parsed {
+fn parse(ctx: &TcContext) -> Parsed {
     // SAFETY: as above.
     let (protocol, vlan) = unsafe { ((*ctx.skb.skb).protocol as u16, (*ctx.skb.skb).vlan_present) };
     match u16::from_be(protocol) {
