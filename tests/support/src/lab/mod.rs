@@ -103,7 +103,7 @@ impl Lab {
     fn machine(&self, name: &str, address: Ipv4Net, setup: &str) -> Result<Machine> {
         let port = self.ports.get();
         self.ports.set(port + 1);
-        let setup = format!("mount -t tmpfs run /run\nmount -t tmpfs state /var/lib\n{setup}ip link set lo up\n");
+        let setup = format!("{OWN_FILES}{setup}ip link set lo up\n");
         let holder = Holder::start(&self.mark, name, &setup, self.kept).with_context(|| format!("machine {name}"))?;
         self.wire
             .run(&format!(
@@ -118,6 +118,16 @@ impl Lab {
         Ok(Machine::new(name, address, holder))
     }
 }
+
+/// What a machine has for itself: `/run` and `/var/lib` empty, `/etc` and `/opt` as they are here, with its own changes.
+const OWN_FILES: &str = "\
+mount -t tmpfs run /run
+mount -t tmpfs state /var/lib
+for directory in etc opt; do
+  mkdir -p /run/lab/$directory/upper /run/lab/$directory/work
+  mount -t overlay lab -o lowerdir=/$directory,upperdir=/run/lab/$directory/upper,workdir=/run/lab/$directory/work /$directory
+done
+";
 
 impl Drop for Lab {
     fn drop(&mut self) {
