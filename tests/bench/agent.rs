@@ -144,6 +144,7 @@ fn add_pods(node: &Machine) -> Result<()> {
             host_ifname: format!("cst{number:011x}"),
             host_ifindex: 1000 + number,
             mac: format!("0a:58:0a:f4:{:02x}:{:02x}", number / 256, number % 256),
+            started: None,
         };
         let _: serde_json::Value = client.post("/v1/cni/confirm", &confirm)?;
     }

@@ -5,8 +5,9 @@
 
 use cistern::api::server::{self, AgentApi, Failure, IpamQuery};
 use cistern::api::types::{
-    AddRequest, AddResponse, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
-    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, IpReport, IpamResponse, Status,
+    AddRequest, AddResponse, AddressExplanation, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
+    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, IpReport, IpamResponse,
+    NodeReply, Status,
 };
 use cistern::clock::Clock;
 use cistern::controllers::endpoint::{self, Endpoints, LeaseStore, Parts};
@@ -146,6 +147,14 @@ impl AgentApi for Answers {
 
     async fn map(&self, _name: String) -> Result<serde_json::Value, Failure> {
         Err(not_here())
+    }
+
+    async fn explain_ip(&self, _ip: String) -> Result<AddressExplanation, Failure> {
+        Err(not_here())
+    }
+
+    async fn explain_node(&self, _name: Option<String>) -> NodeReply {
+        unreachable!("no test asks for it")
     }
 
     async fn explain_masquerade(

@@ -1,7 +1,9 @@
 //! The real `cistern agent` as a process on a node of the lab, against the small API server: bad input and faults.
 
 use cistern_tests::lab::{Lab, Machine};
+use cistern_tests::probe::HttpAnswer;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Child, Output, Stdio};
@@ -117,6 +119,14 @@ impl Rig {
         serde_json::from_slice(&output.stdout).ok()
     }
 
+    /// Status and body of a page of the agent's TCP servers.
+    fn http(&self, port: u16, path: &str) -> Option<HttpAnswer> {
+        let to = format!("127.0.0.1:{port}");
+        let program = program("cistern-probe");
+        let answer = self.node.run(program.to_str().unwrap(), &["ask-http", &to, path]).ok()?;
+        Some(serde_json::from_str(&answer).unwrap())
+    }
+
     fn is_ready(&self) -> bool {
         self.status().is_some_and(|status| status["health"]["ready"] == json!(true))
     }
@@ -206,6 +216,87 @@ fn with_the_api_server_down_it_waits_visibly_and_serves_as_soon_as_it_is_back() 
     rig.start_api();
     until("readiness", || rig.is_ready());
     rig.cni("ADD", "early").unwrap();
+}
+
+#[test]
+fn a_node_that_waits_is_alive_for_kubelet_and_not_ready() {
+    let mut rig = Rig::new("p-probes");
+    rig.write_kubeconfig();
+    rig.start_agent(&["--agent-health-port", "9880"]);
+    until("an answer", || rig.http(9880, "/healthz").is_some());
+    assert_eq!(rig.http(9880, "/healthz").unwrap().status, 200);
+    let answer = rig.http(9880, "/readyz").unwrap();
+    assert_eq!(answer.status, 503);
+    assert!(answer.body.contains("pod CIDR"), "{}", answer.body);
+    rig.start_api();
+    until("readiness", || rig.http(9880, "/readyz").is_some_and(|answer| answer.status == 200));
+    assert!(rig.is_ready());
+    // Metrics are off unless they are asked for.
+    assert_eq!(rig.http(9880, "/metrics").unwrap().status, 404);
+}
+
+/// A page of metrics, read as strictly as Prometheus does: each sample belongs to the family whose type was told before it,
+/// and no series is told twice.
+fn samples(page: &str) -> BTreeMap<String, f64> {
+    let mut samples = BTreeMap::new();
+    let mut family = (String::new(), String::new());
+    let mut seen = std::collections::BTreeSet::new();
+    for line in page.lines() {
+        if let Some(rest) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = rest.split_once(' ').unwrap();
+            assert!(["gauge", "counter", "histogram"].contains(&kind), "{line}");
+            assert!(seen.insert(name.to_owned()), "told twice: {line}");
+            family = (name.to_owned(), kind.to_owned());
+        } else if !line.starts_with("# HELP ") {
+            let (series, value) = line.rsplit_once(' ').unwrap();
+            let name = series.split('{').next().unwrap();
+            let base = match family.1.as_str() {
+                "histogram" => {
+                    ["_bucket", "_sum", "_count"].iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name)
+                }
+                _ => name,
+            };
+            assert_eq!(base, family.0, "{line}");
+            assert!(samples.insert(series.to_owned(), value.parse().unwrap()).is_none(), "told twice: {line}");
+        }
+    }
+    samples
+}
+
+#[test]
+fn metrics_move_with_the_pods() {
+    let mut rig = Rig::new("p-metrics");
+    rig.start_api();
+    rig.start_agent(&["--prometheus-serve-addr", ":9962", "--cluster-pool-ipv4-mask-size", "29"]);
+    until("readiness", || rig.is_ready());
+    let scrape = || samples(&rig.http(9962, "/metrics").unwrap().body);
+    let before = scrape();
+    assert_eq!(before["cistern_leases{state=\"confirmed\"}"], 0.0);
+    assert_eq!(before["cistern_ready"], 1.0);
+    assert_eq!(before["cistern_leader"], 1.0);
+    assert_eq!(before["cistern_target_synced{target=\"routes\"}"], 1.0);
+    assert!(before.keys().any(|series| series.starts_with("cistern_datapath_packets_total{")));
+    assert!(before.keys().any(|series| series.starts_with("cistern_kubernetes_calls_total{verb=\"create\"")));
+    let free = |samples: &BTreeMap<String, f64>| {
+        *samples.iter().find(|(series, _)| series.ends_with(",state=\"free\"}")).unwrap().1
+    };
+    for number in 0..5 {
+        rig.add(&format!("p{number}")).unwrap();
+    }
+    rig.add("p5").unwrap_err();
+    let after = scrape();
+    let calls = |verb: &str, result: &str| {
+        format!("cistern_cni_request_duration_seconds_count{{verb=\"{verb}\",result=\"{result}\"}}")
+    };
+    assert_eq!(after["cistern_leases{state=\"confirmed\"}"], 5.0);
+    assert_eq!((free(&before), free(&after)), (5.0, 0.0));
+    assert_eq!(after[&calls("add", "ok")], 5.0);
+    assert!(after[&calls("add", "pool-exhausted")] >= 1.0);
+    assert_eq!(after["cistern_cni_add_duration_seconds_count"], 5.0);
+    rig.cni("DEL", "p0").unwrap();
+    let last = scrape();
+    assert_eq!(last["cistern_leases{state=\"confirmed\"}"], 4.0);
+    assert!(last[&calls("del", "ok")] >= 1.0);
 }
 
 #[test]

@@ -31,13 +31,14 @@ impl Generator {
     }
 }
 
-const GENERATORS: [Generator; 4] = [
+const GENERATORS: [Generator; 5] = [
     Generator::Folder { program: &["--package", "cistern-crds", "--example", "gen"], folder: "crds" },
     Generator::File {
         program: &["--package", "cistern-core", "--example", "settings"],
         file: "agent/core/settings.md",
     },
     Generator::File { program: &["--package", "cistern", "--example", "command-line"], file: "agent/command-line.md" },
+    Generator::File { program: &["--package", "cistern", "--example", "metrics"], file: "agent/metrics.md" },
     Generator::Region { make: maps::table, file: "agent-ebpf/README.md", name: "maps" },
 ];
 

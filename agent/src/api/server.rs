@@ -3,12 +3,16 @@
 //! Try it: `curl --unix-socket /run/cistern/cistern.sock http://localhost/v1/status`.
 
 use super::types::{
-    AddRequest, AddResponse, ApiError, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
-    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, IpReport, IpamResponse, Status,
+    AddRequest, AddResponse, AddressExplanation, ApiError, CheckRequest, CheckResponse, ConfirmRequest, DelRequest,
+    DelResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, IpReport,
+    IpamResponse, NodeReply, Status,
 };
+use crate::telemetry::metrics;
+use axum::Extension;
 use axum::extract::rejection::{JsonRejection, QueryRejection};
 use axum::extract::{FromRequest, Path as UrlPath, Query, Request, State};
 use axum::http::{HeaderMap, StatusCode};
+use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -18,6 +22,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tokio::net::UnixListener;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 /// A refusal with its HTTP status.
@@ -41,10 +46,15 @@ impl Failure {
     }
 }
 
+/// Why a call was refused, for whoever counts the answer.
+#[derive(Clone)]
+struct Reason(String);
+
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        (status, Json(self.error)).into_response()
+        let reason = Extension(Reason(self.error.reason.clone()));
+        (status, reason, Json(self.error)).into_response()
     }
 }
 
@@ -91,6 +101,10 @@ pub trait AgentApi: Send + Sync + 'static {
     fn status(&self) -> impl Future<Output = Status> + Send;
     /// The rows of a kernel map as the CLI prints them, by the name it has there.
     fn map(&self, name: String) -> impl Future<Output = Result<serde_json::Value, Failure>> + Send;
+    /// `GET /v1/explain/ip/{ip}`: what an address is, and why.
+    fn explain_ip(&self, ip: String) -> impl Future<Output = Result<AddressExplanation, Failure>> + Send;
+    /// See [`NodeReply`]; without a name, this node.
+    fn explain_node(&self, name: Option<String>) -> impl Future<Output = NodeReply> + Send;
     /// See [`ExplainMasqueradeRequest`].
     fn explain_masquerade(
         &self,
@@ -131,6 +145,17 @@ fn query(parsed: Result<Query<IpamQuery>, QueryRejection>, headers: &HeaderMap) 
     Ok(query)
 }
 
+/// Counts the calls of the plugin by verb, result and duration.
+async fn observe(request: Request, next: Next) -> Response {
+    const PREFIX: &str = "/v1/cni/";
+    let verb = request.uri().path().strip_prefix(PREFIX).unwrap_or_default().to_owned();
+    let begun = Instant::now();
+    let response = next.run(request).await;
+    let result = response.extensions().get().map_or("ok", |Reason(reason)| reason.as_str());
+    metrics::cni_request(&verb, result, begun.elapsed());
+    response
+}
+
 /// The routes, over whatever answers them.
 pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
     Router::new()
@@ -160,6 +185,8 @@ pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
             "/v1/cni/gc",
             post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<GcResponse> { api.gc(body).await.map(Json) }),
         )
+        // The routes above, and none of those below.
+        .route_layer(from_fn(observe))
         .route(
             "/v1/ipam",
             post(
@@ -212,6 +239,19 @@ pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
             "/v1/bpf/{name}",
             get(async |State(api): State<Arc<A>>, UrlPath(name): UrlPath<String>| -> Answer<serde_json::Value> {
                 api.map(name).await.map(Json)
+            }),
+        )
+        .route(
+            "/v1/explain/ip/{ip}",
+            get(async |State(api): State<Arc<A>>, UrlPath(ip): UrlPath<String>| -> Answer<AddressExplanation> {
+                api.explain_ip(ip).await.map(Json)
+            }),
+        )
+        .route("/v1/explain/node", get(async |State(api): State<Arc<A>>| Json(api.explain_node(None).await)))
+        .route(
+            "/v1/explain/node/{name}",
+            get(async |State(api): State<Arc<A>>, UrlPath(name): UrlPath<String>| {
+                Json(api.explain_node(Some(name)).await)
             }),
         )
         .route(

@@ -1,7 +1,8 @@
 //! Requests and answers of the agent API.
 
+pub use cistern_core::ipam::explain::{AddressExplanation, NodeExplanation};
 use serde::{Deserialize, Serialize};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 
 /// Where the agent listens unless `socket-path` says otherwise.
 pub const SOCKET_PATH: &str = "/run/cistern/cistern.sock";
@@ -75,6 +76,9 @@ pub struct ConfirmRequest {
     pub host_ifindex: u32,
     /// MAC address of the pod's side, as `aa:bb:cc:dd:ee:ff`.
     pub mac: String,
+    /// When the plugin was started, for the metric of how long an ADD takes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started: Option<jiff::Timestamp>,
 }
 
 /// `POST /v1/cni/del`: gives the lease of this key back, whatever state it is in. Without one it is a success too.
@@ -314,6 +318,35 @@ pub struct ExplainMasqueradeResponse {
     pub leaves_as: Option<Ipv4Addr>,
     /// Device it would leave by.
     pub device: Option<String>,
+}
+
+/// Answer to `GET /v1/explain/node/{name}`, and to `GET /v1/explain/node` for this node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeReply {
+    /// What is known of the node.
+    #[serde(flatten)]
+    pub explanation: NodeExplanation,
+    /// Its own addresses.
+    pub addresses: Vec<IpAddr>,
+    /// Its router address.
+    pub router: Option<IpAddr>,
+    /// `api` when the list of nodes was read since the start; `disk` when it is what was known before it.
+    pub source: String,
+    /// What only a node's own agent knows; absent for another node.
+    pub own: Option<OwnNodeReply>,
+}
+
+/// What an agent knows of its own node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnNodeReply {
+    /// As in `GET /v1/healthz`.
+    pub health: Health,
+    /// The block that pods get addresses from, whatever the CiliumNode says by now.
+    pub pod_cidr: Option<String>,
+    /// Addresses of it by state.
+    pub addresses: AddressCounts,
+    /// Everything that is waited for, the longest wait first.
+    pub waits: Vec<WaitReport>,
 }
 
 /// Answer to `POST /v1/ipam` (`ipam` 5.1).

@@ -1,19 +1,23 @@
 //! The agent API answered from the tables and by the owner of the leases.
 
+use super::metrics;
 use super::node_status::NodeStatus;
 use crate::api::server::{AgentApi, Failure, IpamQuery};
 use crate::api::types::{
-    AddRequest, AddResponse, AddressPair, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
-    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, HostAddressing, HostFamily,
-    IpReport, IpamAddress, IpamResponse, Status,
+    AddRequest, AddResponse, AddressExplanation, AddressPair, CheckRequest, CheckResponse, ConfirmRequest, DelRequest,
+    DelResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, HostAddressing,
+    HostFamily, IpReport, IpamAddress, IpamResponse, NodeReply, Status,
 };
+use crate::clock::Clock;
 use crate::controllers::endpoint::{self, EndpointError, Endpoints};
+use crate::telemetry::metrics::{cni_add, render};
 use cistern_core::ipam::lease::{
     self, AddError, Attachment, ConfirmError, Interface, LeaseState, OwnerError, RowState,
 };
 use cistern_core::ipam::node::pod_cidr::AddressError;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
+use std::time::Duration;
 
 /// Answers every call.
 pub struct Answers {
@@ -21,6 +25,20 @@ pub struct Answers {
     pub endpoints: Endpoints,
     /// What is known of this node.
     pub node: NodeStatus,
+    /// Time.
+    pub clock: Clock,
+}
+
+impl Answers {
+    /// Every metric of this process, in the text format of Prometheus.
+    pub async fn metrics(&self) -> String {
+        // An owner of leases that is ending has nothing to tell; the rest still has.
+        let view = self.endpoints.view().await.unwrap_or_default();
+        let node = self.node.clone();
+        // Reading a kernel map takes a system call for each of its entries.
+        let packets = tokio::task::spawn_blocking(move || node.packets()).await.unwrap_or_default();
+        render(&metrics::agent(&self.node, &view, &packets, self.clock.now()))
+    }
 }
 
 /// Which HTTP status and word a refusal gets, and whether trying again can help.
@@ -106,7 +124,12 @@ impl AgentApi for Answers {
         let interface =
             Interface { host_ifname: request.host_ifname, host_ifindex: request.host_ifindex, mac: request.mac };
         let attachment = attachment(request.container_id, request.ifname)?;
-        self.endpoints.confirm(attachment, request.generation, interface).await.map_err(failure)
+        self.endpoints.confirm(attachment, request.generation, interface).await.map_err(failure)?;
+        // Both clocks are this machine's.
+        let took =
+            request.started.and_then(|started| Duration::try_from(self.clock.now().duration_since(started)).ok());
+        took.into_iter().for_each(cni_add);
+        Ok(())
     }
 
     async fn del(&self, request: DelRequest) -> Result<DelResponse, Failure> {
@@ -203,6 +226,17 @@ impl AgentApi for Answers {
 
     async fn map(&self, name: String) -> Result<serde_json::Value, Failure> {
         self.node.map(&name)
+    }
+
+    async fn explain_ip(&self, ip: String) -> Result<AddressExplanation, Failure> {
+        let address = parse_ip(&ip)?;
+        let view = self.endpoints.view().await.map_err(failure)?;
+        Ok(self.node.explain_ip(&view, address))
+    }
+
+    async fn explain_node(&self, name: Option<String>) -> NodeReply {
+        let view = self.endpoints.view().await.unwrap_or_default();
+        self.node.explain_node(&view, name.as_deref())
     }
 
     async fn explain_masquerade(

@@ -6,7 +6,7 @@ use super::operator_role::{self, Operator, until};
 use super::remembered;
 use super::supervisor::Supervisor;
 use super::targets::{Reconcile, Target, Targets};
-use crate::api::server;
+use crate::api::{http, server};
 use crate::clock::Clock;
 use crate::controllers::{endpoint, ipam_node, masquerade, node, peers, routes};
 use crate::files;
@@ -20,6 +20,7 @@ use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::lease::{Record, Timings};
 use cistern_core::reconcile::backoff::Backoff;
 use cistern_core::settings::Settings;
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::UnixListener;
@@ -53,7 +54,7 @@ pub struct Agent {
     pub reserved_ports: Vec<(u16, u16)>,
     /// The operator's duties, when this process takes part in the election.
     pub operator: Option<Operator>,
-    /// Where the API is served; none when the caller asks [`Running::answers`] directly.
+    /// Where the API is served; none when the caller asks [`Running::answers`] directly, and no probes are served either.
     pub listener: Option<UnixListener>,
     /// The state of everything, shared with the operator's duties.
     pub shared: Shared,
@@ -253,6 +254,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     // === Tell ===
     let answers = Arc::new(Answers {
         endpoints: ask,
+        clock,
         node: NodeStatus {
             build: agent.build,
             node: name,
@@ -262,6 +264,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             identity,
             waits: waits.reader(),
             network: network.reader(),
+            cilium_nodes: cilium_nodes.reader(),
             peers: peers.reader(),
             pool: pool.reader(),
             router: router.reader(),
@@ -277,8 +280,23 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
         },
     });
     if let Some(listener) = agent.listener {
-        let (answers, token) = (Arc::clone(&answers), token);
-        tasks.spawn("API", async move { Ok(server::serve(listener, answers, token).await?) });
+        let serve = server::serve(listener, Arc::clone(&answers), token.clone());
+        tasks.spawn("API", async move { Ok(serve.await?) });
+        if let Some(port) = settings.agent_health_port {
+            let address = (Ipv4Addr::LOCALHOST, port).into();
+            let serve =
+                http::serve(address, http::probes(Arc::clone(&answers)), "probes", waits.clone(), token.clone());
+            tasks.spawn("probes", async move { Ok(serve.await?) });
+        }
+        if let Some(address) = settings.metrics_address {
+            let answers = Arc::clone(&answers);
+            let gather: http::Metrics = Arc::new(move || {
+                let answers = Arc::clone(&answers);
+                Box::pin(async move { answers.metrics().await })
+            });
+            let serve = http::serve(address.0, http::metrics(gather), "metrics", waits, token);
+            tasks.spawn("metrics", async move { Ok(serve.await?) });
+        }
     }
     Ok(Running { answers, tasks })
 }

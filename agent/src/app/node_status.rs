@@ -2,18 +2,20 @@
 
 use crate::api::server::Failure;
 use crate::api::types::{
-    AddressCounts, DeviceReport, ExplainMasqueradeRequest, ExplainMasqueradeResponse, Health, LeaderReport,
-    MasqueradeReport, NodeReport, ReconcilerReport, RowReport, Status, WaitReport,
+    AddressCounts, AddressExplanation, DeviceReport, ExplainMasqueradeRequest, ExplainMasqueradeResponse, Health,
+    LeaderReport, MasqueradeReport, NodeReply, NodeReport, OwnNodeReply, ReconcilerReport, RowReport, Status,
+    WaitReport,
 };
 use crate::controllers::endpoint::View;
 use crate::kubernetes::lease::LeaderRow;
 use crate::reconciler::TargetStatus;
 use crate::tables::Reader;
-use crate::tables::rows::{MasqueradeRow, NetworkRow, PeerRow, PoolRow, Wait};
+use crate::tables::rows::{CiliumNodeRow, MasqueradeRow, NetworkRow, PeerRow, PoolRow, Wait};
+use cistern_core::ipam::explain::{self, NodeFacts};
 use cistern_core::masquerade::decide::{Content, Direction, Exclusion, Node, Packet, TcpFlags, Verdict};
 use cistern_core::masquerade::plan::{DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
-use ipnet::Ipv4Net;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use ipnet::{IpNet, Ipv4Net};
+use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
 use std::sync::Arc;
 
 /// Reads the rows of a kernel map as the CLI prints them.
@@ -38,6 +40,8 @@ pub struct NodeStatus {
     pub waits: Reader<String, Wait>,
     /// Devices and routes.
     pub network: Reader<(), NetworkRow>,
+    /// Every CiliumNode, as the API server lists it.
+    pub cilium_nodes: Reader<String, CiliumNodeRow>,
     /// Every node of the cluster.
     pub peers: Reader<String, PeerRow>,
     /// Where this node's pods get their addresses from.
@@ -62,6 +66,39 @@ pub struct NodeStatus {
     pub datapath: Reader<(), DatapathSettings>,
     /// Rows of the kernel maps; none when this node does not masquerade.
     pub maps: Option<MapRows>,
+}
+
+fn counts(view: &View) -> AddressCounts {
+    let mut counts = AddressCounts::default();
+    for (_, usage) in &view.usage {
+        counts.capacity += usage.size.saturating_sub(usage.reserved);
+        counts.used += usage.used;
+        counts.quarantined += usage.quarantined;
+    }
+    counts
+}
+
+/// A CiliumNode as the explanations need it.
+fn listed(name: &str, row: &CiliumNodeRow) -> NodeFacts {
+    let mut facts = NodeFacts {
+        name: name.to_owned(),
+        operator_error: row.operator_error.clone(),
+        deleting: row.deleting,
+        ..NodeFacts::default()
+    };
+    for address in &row.addresses {
+        match address.kind.as_str() {
+            "CiliumInternalIP" => facts.router = facts.router.or(Some(address.ip)),
+            _ => facts.addresses.push(address.ip),
+        }
+    }
+    for text in &row.pod_cidrs {
+        match text.parse::<IpNet>() {
+            Ok(block) => facts.blocks.push(block.trunc()),
+            Err(_) => facts.unreadable.push(text.clone()),
+        }
+    }
+    facts
 }
 
 /// Without any other word, what Ethernet carries.
@@ -132,13 +169,6 @@ impl NodeStatus {
     /// Everything in one answer.
     #[must_use]
     pub fn status(&self, view: &View) -> Status {
-        let mut addresses = AddressCounts::default();
-        for (_, usage) in &view.usage {
-            addresses.capacity += usage.size.saturating_sub(usage.reserved);
-            addresses.used += usage.used;
-            addresses.quarantined += usage.quarantined;
-        }
-        let waits = self.waits.peek();
         let targets = self.targets.peek();
         let peers = self.peers.peek();
         Status {
@@ -146,19 +176,10 @@ impl NodeStatus {
             node: self.node.clone(),
             ipam_mode: self.ipam_mode.clone(),
             health: self.health(),
-            waits: waits
-                .rows
-                .iter()
-                .map(|(name, wait)| WaitReport {
-                    name: name.clone(),
-                    reason: wait.reason.clone(),
-                    since: wait.since.to_string(),
-                    next_try: wait.next_try.map(|at| at.to_string()),
-                })
-                .collect(),
+            waits: self.wait_reports(),
             pod_cidr: self.pod_cidr().map(|cidr| cidr.to_string()),
             router: view.router.ipv4,
-            addresses,
+            addresses: counts(view),
             masquerade: self.masquerade_report(),
             reconcilers: targets
                 .rows
@@ -199,6 +220,73 @@ impl NodeStatus {
         }
     }
 
+    /// Everything that is waited for, the longest wait first.
+    fn wait_reports(&self) -> Vec<WaitReport> {
+        let report = |(name, wait): (&String, &Wait)| WaitReport {
+            name: name.clone(),
+            reason: wait.reason.clone(),
+            since: wait.since.to_string(),
+            next_try: wait.next_try.map(|at| at.to_string()),
+        };
+        let waits = self.waits.peek();
+        let mut rows: Vec<_> = waits.rows.iter().collect();
+        rows.sort_by_key(|(_, wait)| wait.since);
+        rows.into_iter().map(report).collect()
+    }
+
+    /// What an address is, and why.
+    #[must_use]
+    pub fn explain_ip(&self, view: &View, address: IpAddr) -> AddressExplanation {
+        let pool = self.pool.peek();
+        let row = pool.rows.get(&());
+        let (nodes, _) = self.node_facts();
+        let facts = explain::Facts {
+            node: &self.node,
+            block: row.map(|row| row.pod_cidr.into()),
+            blocked: row.and_then(|row| row.blocked.as_deref()),
+            rows: &view.rows,
+            nodes: &nodes,
+        };
+        explain::address(&facts, address)
+    }
+
+    /// What is known of a node; without a name, of this one.
+    #[must_use]
+    pub fn explain_node(&self, view: &View, name: Option<&str>) -> NodeReply {
+        let name = name.unwrap_or(&self.node);
+        let (nodes, source) = self.node_facts();
+        let found = nodes.iter().find(|node| node.name == name);
+        let own = (name == self.node).then(|| OwnNodeReply {
+            health: self.health(),
+            pod_cidr: self.pod_cidr().map(|cidr| cidr.to_string()),
+            addresses: counts(view),
+            waits: self.wait_reports(),
+        });
+        NodeReply {
+            explanation: explain::node(&nodes, name),
+            addresses: found.map(|node| node.addresses.clone()).unwrap_or_default(),
+            router: found.and_then(|node| node.router),
+            source: source.to_owned(),
+            own,
+        }
+    }
+
+    /// Every known node: by the API server's list, or, before there was one, by what was known before the start.
+    fn node_facts(&self) -> (Vec<NodeFacts>, &'static str) {
+        let cilium_nodes = self.cilium_nodes.peek();
+        if cilium_nodes.synced {
+            return (cilium_nodes.rows.iter().map(|(name, row)| listed(name, row)).collect(), "api");
+        }
+        let remembered = |(name, peer): (&String, &PeerRow)| NodeFacts {
+            name: name.clone(),
+            addresses: peer.internal_ips.iter().copied().map(IpAddr::V4).collect(),
+            router: peer.router.map(IpAddr::V4),
+            blocks: peer.pod_cidrs.iter().copied().map(IpNet::V4).collect(),
+            ..NodeFacts::default()
+        };
+        (self.peers.peek().rows.iter().map(remembered).collect(), "disk")
+    }
+
     fn masquerade_report(&self) -> MasqueradeReport {
         let masquerade = self.masquerade.peek();
         let row = masquerade.rows.get(&()).cloned().unwrap_or_default();
@@ -233,6 +321,15 @@ impl NodeStatus {
     pub fn map(&self, name: &str) -> Result<serde_json::Value, Failure> {
         let maps = self.maps.as_ref().ok_or_else(no_datapath)?;
         maps(name).map_err(|reason| Failure::permanent(500, "map", reason))
+    }
+
+    /// Packets by what the kernel programs did with them; none without a datapath, or when it cannot be read.
+    #[must_use]
+    pub fn packets(&self) -> Vec<(String, u64)> {
+        let rows = self.maps.as_ref().and_then(|maps| maps("counters").ok()).unwrap_or_default();
+        let row =
+            |row: &serde_json::Value| Some((row.get("counter")?.as_str()?.to_owned(), row.get("packets")?.as_u64()?));
+        rows.as_array().into_iter().flatten().filter_map(row).collect()
     }
 
     /// Which rule decides about the first packet of a flow.

@@ -2,13 +2,18 @@
 
 use super::agent_role::Shared;
 use super::operator_role::{self, Operator};
-use super::{Refused, signals};
+use super::probes::OperatorProbe;
+use super::supervisor::Supervisor;
+use super::{Refused, metrics, signals};
+use crate::api::http;
 use crate::clock::Clock;
 use crate::kubernetes::lease::Election;
+use crate::telemetry::metrics::render;
 use anyhow::Context;
 use cistern_core::ipam::cluster::cluster_pool::{self, BLOCK_QUARANTINE, FamilySettings};
 use cistern_core::lease::evaluate::Timings;
 use cistern_core::settings::{IpamMode, Settings};
+use std::sync::Arc;
 
 /// Runs until told to stop.
 ///
@@ -26,13 +31,31 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         client,
         election: election(&settings)?,
         pool: pool(&settings)?,
-        leader: shared.leader,
-        targets: shared.targets,
-        waits: shared.waits,
+        leader: shared.leader.clone(),
+        targets: shared.targets.clone(),
+        waits: shared.waits.clone(),
         clock: shared.clock,
     };
     tracing::info!(version = super::build_info::long(), identity = operator.election.identity, "starting operator");
-    let outcome = operator_role::run(operator, cancel).await.context("the operator ends");
+    let mut tasks = Supervisor::new("operator process", &cancel);
+    let token = tasks.token();
+    tasks.spawn("operator", operator_role::run(operator, token.clone()));
+    if let Some(address) = settings.operator_api_address {
+        let probe = OperatorProbe { leader: shared.leader.reader(), waits: shared.waits.reader() };
+        let serve =
+            http::serve(address.0, http::probes(Arc::new(probe)), "probes", shared.waits.clone(), token.clone());
+        tasks.spawn("probes", async move { Ok(serve.await?) });
+    }
+    if let Some(address) = settings.operator_metrics_address {
+        let (waits, targets, leader) = (shared.waits.reader(), shared.targets.reader(), shared.leader.reader());
+        let gather: http::Metrics = Arc::new(move || {
+            let text = render(&metrics::operator(&waits, &targets, &leader, shared.clock.now()));
+            Box::pin(std::future::ready(text))
+        });
+        let serve = http::serve(address.0, http::metrics(gather), "metrics", shared.waits.clone(), token);
+        tasks.spawn("metrics", async move { Ok(serve.await?) });
+    }
+    let outcome = tasks.join().await.context("the operator ends");
     tracing::info!("stopped");
     outcome
 }

@@ -3,10 +3,12 @@
 mod print;
 
 use crate::api::client::{Client, ClientError};
-use crate::api::types::{ExplainMasqueradeRequest, ExplainMasqueradeResponse, IpReport, SOCKET_PATH, Status};
+use crate::api::types::{
+    AddressExplanation, ExplainMasqueradeRequest, ExplainMasqueradeResponse, IpReport, NodeReply, SOCKET_PATH, Status,
+};
 use clap::{Args, Subcommand, ValueEnum};
 use std::io::Write;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -76,6 +78,18 @@ pub enum ListCommand {
 /// `cistern explain`
 #[derive(Debug, Clone, Subcommand)]
 pub enum ExplainCommand {
+    /// Who holds an address, since when, from which block; or why it is not free, or whose it is instead
+    Ip {
+        /// The address
+        #[arg(value_name = "IP")]
+        address: IpAddr,
+    },
+    /// What a node waits for, since when, and the next try; where its blocks come from; what its CiliumNode says
+    Node {
+        /// Name of the node; without it, the node of the agent that is asked
+        #[arg(value_name = "NAME", value_parser = node_name)]
+        name: Option<String>,
+    },
     /// What happens to a packet that a pod sends: masqueraded or not, by which rule, and why
     Masquerade {
         /// Address of the pod, with or without `:PORT`
@@ -88,6 +102,16 @@ pub enum ExplainCommand {
         #[arg(long, default_value = "tcp", value_parser = ["tcp", "udp", "icmp"])]
         protocol: String,
     },
+}
+
+/// The characters that names of Nodes are made of: what is asked for becomes a part of a path.
+fn node_name(text: &str) -> Result<String, String> {
+    let allowed = |letter: char| letter.is_ascii_lowercase() || letter.is_ascii_digit() || "-.".contains(letter);
+    if !text.is_empty() && text.chars().all(allowed) {
+        Ok(text.to_owned())
+    } else {
+        Err("expected the name of a Node: lower case letters, digits, `-` and `.`".to_owned())
+    }
 }
 
 /// An IPv4 address with an optional port.
@@ -195,6 +219,15 @@ pub fn bpf(ask: &Ask, command: &BpfCommand, out: &mut impl Write) -> Result<(), 
 /// See [`CliError`].
 pub fn explain(ask: &Ask, command: &ExplainCommand, out: &mut impl Write) -> Result<(), CliError> {
     match command {
+        ExplainCommand::Ip { address } => {
+            let answer: AddressExplanation = ask.client().get(&format!("/v1/explain/ip/{address}"))?;
+            ask.show(out, &answer, print::address)
+        }
+        ExplainCommand::Node { name } => {
+            let path = name.as_ref().map(|name| format!("/{name}")).unwrap_or_default();
+            let answer: NodeReply = ask.client().get(&format!("/v1/explain/node{path}"))?;
+            ask.show(out, &answer, print::node)
+        }
         ExplainCommand::Masquerade { from, to, protocol } => {
             let request = ExplainMasqueradeRequest {
                 from: from.ip,

@@ -1,6 +1,8 @@
 //! Answers as text for people.
 
-use crate::api::types::{ExplainMasqueradeRequest, ExplainMasqueradeResponse, IpReport, Status};
+use crate::api::types::{
+    AddressExplanation, ExplainMasqueradeRequest, ExplainMasqueradeResponse, IpReport, NodeReply, Status, WaitReport,
+};
 use serde_json::Value;
 use std::fmt::Write;
 
@@ -26,6 +28,11 @@ fn table(header: &[&str], rows: &[Vec<String>]) -> String {
         line(&mut row.iter().map(String::as_str));
     }
     text
+}
+
+fn since_and_next(wait: &WaitReport) -> String {
+    let next = wait.next_try.as_ref().map_or_else(|| "on change".to_owned(), |at| format!("next try {at}"));
+    format!("since {}, {next}", wait.since)
 }
 
 fn or_dash<T: ToString>(value: Option<&T>) -> String {
@@ -84,10 +91,9 @@ pub(super) fn status(status: &Status) -> String {
         );
     }
     for (index, wait) in status.waits.iter().enumerate() {
-        let next = wait.next_try.as_ref().map_or_else(|| "on change".to_owned(), |at| format!("next try {at}"));
         field(
             if index == 0 { "Waiting:" } else { "" },
-            &format!("{}: {} (since {}, {next})", wait.name, wait.reason, wait.since),
+            &format!("{}: {} ({})", wait.name, wait.reason, since_and_next(wait)),
         );
     }
     for reconciler in status.reconcilers.iter().filter(|reconciler| !reconciler.failing.is_empty()) {
@@ -136,6 +142,62 @@ pub(super) fn rows(value: &Value, columns: &[&str]) -> String {
     let cells: Vec<Vec<String>> =
         rows.iter().map(|row| columns.iter().map(|column| cell(row, column)).collect()).collect();
     table(&header.iter().map(String::as_str).collect::<Vec<_>>(), &cells)
+}
+
+/// `cistern explain ip`
+pub(super) fn address(answer: &AddressExplanation) -> String {
+    let mut text = format!("{}: {}\n", answer.address, answer.state);
+    let mut field = |name: &str, value: Option<String>| {
+        if let Some(value) = value {
+            let _ = writeln!(text, "  {name:<8} {value}");
+        }
+    };
+    field("why:", Some(answer.why.clone()));
+    field("pod:", answer.pod.clone());
+    field("holder:", answer.holder.clone());
+    field("node:", answer.node.clone());
+    field("block:", answer.block.map(|block| block.to_string()));
+    field("since:", answer.since.map(|time| time.to_string()));
+    field("until:", answer.until.map(|time| time.to_string()));
+    text
+}
+
+/// `cistern explain node`
+pub(super) fn node(answer: &NodeReply) -> String {
+    let explained = &answer.explanation;
+    let mut text = format!("{}: {}\n", explained.node, explained.state);
+    let mut field = |name: &str, value: &str| {
+        let _ = writeln!(text, "  {name:<11} {value}");
+    };
+    field("why:", &explained.why);
+    if answer.source != "api" {
+        field("source:", "the API server was not reached since the start; this was known before");
+    }
+    for address in &answer.addresses {
+        field("address:", &address.to_string());
+    }
+    if let Some(router) = answer.router {
+        field("router:", &router.to_string());
+    }
+    if let Some(error) = &explained.operator_error {
+        field("operator:", error);
+    }
+    for overlap in &explained.overlaps {
+        field("overlap:", &format!("{} with {} of {}", overlap.block, overlap.other_block, overlap.other_node));
+    }
+    if let Some(own) = &answer.own {
+        field("ready:", if own.health.ready { "yes" } else { "no" });
+        for reason in &own.health.reasons {
+            field("", reason);
+        }
+        let counts = own.addresses;
+        let used = format!("{} of {} used, {} in quarantine", counts.used, counts.capacity, counts.quarantined);
+        field("pod CIDR:", &format!("{} ({used})", or_dash(own.pod_cidr.as_ref())));
+        for wait in &own.waits {
+            field("waits for:", &format!("{}: {} ({})", wait.name, wait.reason, since_and_next(wait)));
+        }
+    }
+    text
 }
 
 /// `cistern explain masquerade`

@@ -288,6 +288,7 @@ impl Attachment {
                     host_ifname: self.pair.host.clone(),
                     host_ifindex: *host,
                     mac: mac_text(self.pair.pod_mac),
+                    started: Some(self.started),
                 };
                 self.client.post::<_, ()>("/v1/cni/confirm", &request).map_err(|error| agent_failure(&error))
             }

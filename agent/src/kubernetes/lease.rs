@@ -20,7 +20,8 @@ use tokio_util::sync::CancellationToken;
 pub const LEASE_NAME: &str = "cistern-operator";
 
 const KIND: &str = "Lease";
-const WAIT: &str = "leader election";
+/// Name of the wait for the election.
+pub const WAIT: &str = "leader election";
 
 /// Which election, and as whom.
 #[derive(Debug, Clone)]

@@ -10,6 +10,7 @@ pub mod records;
 pub mod views;
 pub mod watch;
 
+use crate::telemetry::metrics;
 use cistern_core::reconcile::{Classify, ErrorClass};
 use std::future::Future;
 use std::time::Duration;
@@ -163,11 +164,24 @@ async fn within<T>(
     name: &str,
     call: impl Future<Output = Result<T, kube::Error>> + Send,
 ) -> Result<T, KubernetesError> {
-    match tokio::time::timeout(timeout, call).await {
+    let outcome = match tokio::time::timeout(timeout, call).await {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(source)) => Err(KubernetesError::Call { verb, kind, name: name.to_owned(), source: Box::new(source) }),
         Err(_) => Err(KubernetesError::Timeout { verb, kind, name: name.to_owned(), timeout }),
-    }
+    };
+    count(verb, kind, &outcome);
+    outcome
+}
+
+/// Counts a call by its result in one word.
+fn count<T>(verb: &str, kind: &str, outcome: &Result<T, KubernetesError>) {
+    let result = match outcome {
+        Ok(_) => "ok".to_owned(),
+        Err(KubernetesError::Timeout { .. }) => "timeout".to_owned(),
+        Err(KubernetesError::NotLeader { .. }) => "not-leader".to_owned(),
+        Err(error) => error.status().map_or("unreachable".to_owned(), |status| status.to_string()),
+    };
+    metrics::kubernetes_call(&verb.trim_end_matches(" of").replace(' ', "-"), kind, &result);
 }
 
 /// Until when this process may write as leader; checked again at every write.
@@ -197,7 +211,11 @@ impl Leadership {
     ) -> Result<T, KubernetesError> {
         let now = Instant::now();
         let budget = self.0.borrow().and_then(|until| until.checked_duration_since(now)).filter(|left| !left.is_zero());
-        let Some(budget) = budget else { return Err(KubernetesError::NotLeader { verb, kind, name: name.to_owned() }) };
+        let Some(budget) = budget else {
+            let refused = Err(KubernetesError::NotLeader { verb, kind, name: name.to_owned() });
+            count(verb, kind, &refused);
+            return refused;
+        };
         within(budget.min(WRITE_TIMEOUT), verb, kind, name, call).await
     }
 }

@@ -1,4 +1,6 @@
-//! Logs.
+//! Logs and metrics.
+
+pub mod metrics;
 
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::FmtSpan;

@@ -63,7 +63,7 @@ struct Confined {
     to: &'static [&'static str],
 }
 
-const CONFINED: [Confined; 9] = [
+const CONFINED: [Confined; 10] = [
     Confined { prefix: "kube", to: &["kubernetes"] },
     Confined { prefix: "k8s_openapi", to: &["kubernetes"] },
     Confined { prefix: "cistern_crds", to: &["kubernetes"] },
@@ -72,6 +72,7 @@ const CONFINED: [Confined; 9] = [
     Confined { prefix: "cistern_ebpf_common", to: &["datapath"] },
     Confined { prefix: "netlink_", to: &["netlink"] },
     Confined { prefix: "axum", to: &["api"] },
+    Confined { prefix: "prometheus_client", to: &["telemetry"] },
     Confined { prefix: "clap", to: &["app", "cli"] },
 ];
 

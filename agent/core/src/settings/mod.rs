@@ -24,7 +24,9 @@ mod value;
 
 pub use layers::{Command, Directory, Layers, SettingInForce, SettingsError, SettingsErrors, Source, Warning};
 pub use table::markdown;
-pub use value::{ApiServerUrl, DevicePattern, DeviceSelector, IpamMode, LogFormat, LogLevel, LogOptions, PortRange};
+pub use value::{
+    ApiServerUrl, DevicePattern, DeviceSelector, IpamMode, LogFormat, LogLevel, LogOptions, PortRange, ServeAddress,
+};
 
 use crate::masquerade::excluded::DefaultExclusions;
 use crate::masquerade::plan::FlowPolicy;
@@ -107,6 +109,15 @@ settings! {
     "state-dir" state_dir: PathBuf = PathBuf::from("/var/lib/cistern");
     /// Where bpffs is mounted; everything of ours is pinned in `cistern` below it.
     "bpf-root" bpf_root: PathBuf = PathBuf::from("/sys/fs/bpf");
+
+    /// Port on 127.0.0.1 where the agent answers `GET /healthz` (it runs) and `GET /readyz` (it serves pods). 0: none.
+    "agent-health-port" agent_health_port: Option<u16> = Some(9879);
+    /// Where `cistern operator` answers `GET /healthz` (it runs) and `GET /readyz` (it takes part in the election).
+    "operator-api-serve-addr" operator_api_address: Option<ServeAddress> = Some(ServeAddress::localhost(9234));
+    /// Where the agent serves metrics for Prometheus, at `/metrics`.
+    "prometheus-serve-addr" metrics_address: Option<ServeAddress> = None;
+    /// Where `cistern operator` serves metrics for Prometheus, at `/metrics`.
+    "operator-prometheus-serve-addr" operator_metrics_address: Option<ServeAddress> = None;
 
     /// Kubeconfig file. Without it the service account of the pod counts.
     "k8s-kubeconfig-path" kubeconfig_path: Option<PathBuf> = None;

@@ -138,6 +138,13 @@ fn values_are_read_as_cilium_reads_them() {
         accepted(&[("k8s-api-server-urls", "https://10.0.0.1:6443")]).api_server.unwrap().as_str(),
         "https://10.0.0.1:6443"
     );
+    for (text, address) in
+        [("localhost:9962", "127.0.0.1:9962"), (":9962", "0.0.0.0:9962"), ("[::1]:9962", "[::1]:9962")]
+    {
+        let settings = accepted(&[("prometheus-serve-addr", text)]);
+        assert_eq!(settings.metrics_address.map(|address| address.0), Some(address.parse().unwrap()));
+    }
+    assert_eq!(accepted(&[("operator-api-serve-addr", "")]).operator_api_address, None);
     for text in ["level=debug,format=json", r#"{"level":"debug","format":"json-ts"}"#] {
         let options = accepted(&[("log-opt", text)]).log_options;
         assert_eq!((options.level, options.format), (LogLevel::Debug, LogFormat::Json));
@@ -177,6 +184,10 @@ fn values_that_cannot_be_read_are_refused() {
         ("masquerade-flow-policy", "sometimes"),
         ("log-opt", "level=loud"),
         ("log-opt", "{"),
+        ("agent-health-port", "http"),
+        ("prometheus-serve-addr", "9962"),
+        ("prometheus-serve-addr", "metrics.example:9962"),
+        ("prometheus-serve-addr", "0.0.0.0:0"),
         ("bpf-nat-global-max", "100"),
         ("enable-ipv4", "false"),
         ("enable-ipv6", "true"),

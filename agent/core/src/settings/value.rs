@@ -7,7 +7,7 @@ use jiff::SignedDuration;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -354,6 +354,45 @@ impl Value for Option<ApiServerUrl> {
 
     fn render(&self) -> String {
         self.as_ref().map(|url| url.0.clone()).unwrap_or_default()
+    }
+}
+
+/// Address and port that a server listens on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServeAddress(pub SocketAddr);
+
+impl ServeAddress {
+    /// The port on 127.0.0.1.
+    #[must_use]
+    pub fn localhost(port: u16) -> Self {
+        Self(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))
+    }
+}
+
+impl Value for Option<ServeAddress> {
+    const EXPECTED: &'static str = "an address and a port such as 127.0.0.1:9962, or :9962 for every address of the \
+                                    host, or nothing";
+
+    /// Takes the forms that Go's `net.Listen` takes, but for names other than `localhost`.
+    fn parse(text: &str) -> Result<Self, String> {
+        if text.is_empty() {
+            return Ok(None);
+        }
+        let (host, port) = text.rsplit_once(':').ok_or_else(expected::<Self>)?;
+        let port: u16 = port.parse().map_err(|_| expected::<Self>())?;
+        let host = match host {
+            "" => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+            "localhost" => IpAddr::V4(Ipv4Addr::LOCALHOST),
+            host => host.trim_matches(['[', ']']).parse().map_err(|_| expected::<Self>())?,
+        };
+        if port == 0 {
+            return Err(format!("{}; 0 is no port that anybody finds", Self::EXPECTED));
+        }
+        Ok(Some(ServeAddress(SocketAddr::new(host, port))))
+    }
+
+    fn render(&self) -> String {
+        self.map(|address| address.0.to_string()).unwrap_or_default()
     }
 }
 

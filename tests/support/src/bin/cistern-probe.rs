@@ -21,6 +21,8 @@ enum Command {
     Serve { address: SocketAddr },
     /// One TCP connection; prints what it showed as JSON
     AskTcp { to: SocketAddr },
+    /// One HTTP request; prints status and body as JSON
+    AskHttp { to: SocketAddr, path: String },
     /// One UDP datagram; prints what it showed as JSON
     AskUdp {
         to: SocketAddr,
@@ -47,6 +49,7 @@ fn main() -> anyhow::Result<()> {
     let text = match Args::parse().command {
         Command::Serve { address } => return probe::serve(address),
         Command::AskTcp { to } => serde_json::to_string(&probe::ask_tcp(to, TIMEOUT)?)?,
+        Command::AskHttp { to, path } => serde_json::to_string(&probe::ask_http(to, &path, TIMEOUT)?)?,
         Command::AskUdp { to, from_port } => serde_json::to_string(&probe::ask_udp(to, from_port, TIMEOUT)?)?,
         Command::StreamTcp { to, per_second } => {
             serde_json::to_string(&probe::stream_tcp(to, per_second, &until_input_ends()))?

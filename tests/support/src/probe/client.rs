@@ -1,5 +1,6 @@
 //! The asking side.
 
+use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
@@ -40,6 +41,30 @@ impl StreamReport {
     pub fn lost(&self) -> u64 {
         self.sent.saturating_sub(self.received)
     }
+}
+
+/// What an HTTP server answered.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HttpAnswer {
+    /// The status code.
+    pub status: u16,
+    /// The body.
+    pub body: String,
+}
+
+/// `GET path`, as HTTP/1.0, so that the answer ends with the connection.
+///
+/// # Errors
+/// When the connection fails or the answer is no HTTP.
+pub fn ask_http(to: SocketAddr, path: &str, timeout: Duration) -> anyhow::Result<HttpAnswer> {
+    let mut stream = TcpStream::connect_timeout(&to, timeout)?;
+    stream.set_read_timeout(Some(timeout))?;
+    write!(stream, "GET {path} HTTP/1.0\r\nhost: {to}\r\n\r\n")?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    let (head, body) = text.split_once("\r\n\r\n").context("no end of the head")?;
+    let status = head.split(' ').nth(1).context("no status")?.parse()?;
+    Ok(HttpAnswer { status, body: body.to_owned() })
 }
 
 fn any(port: u16) -> SocketAddr {

@@ -8,5 +8,5 @@
 mod client;
 mod server;
 
-pub use client::{Answer, StreamReport, ask_tcp, ask_udp, stream_tcp, stream_udp};
+pub use client::{Answer, HttpAnswer, StreamReport, ask_http, ask_tcp, ask_udp, stream_tcp, stream_udp};
 pub use server::serve;

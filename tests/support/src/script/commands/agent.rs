@@ -66,6 +66,7 @@ pub(super) async fn confirm(world: &World, arguments: &[&str]) -> Outcome {
         host_ifname: format!("cst-{container}"),
         host_ifindex: FIRST_HOST_IFINDEX.saturating_add(u32::try_from(position).unwrap_or(u32::MAX)),
         mac: "02:00:00:00:00:01".to_owned(),
+        started: None,
     };
     world.agent(node)?.confirm(request).await.map_err(refused)?;
     Ok(silent())
@@ -111,6 +112,33 @@ pub(super) async fn addresses(world: &World, arguments: &[&str]) -> Outcome {
     let rows = world.agent(node)?.addresses().await.map_err(refused)?;
     let lines = rows.iter().map(|row| serde_json::to_string(row).map(|row| format!("{row}\n")));
     Ok(Printed::Text(lines.collect::<Result<_, _>>().map_err(|error| error.to_string())?))
+}
+
+/// Prints what `cistern explain ip -o json` prints, or the value at a path of it.
+pub(super) async fn explain_ip(world: &World, arguments: &[&str]) -> Outcome {
+    let (node, address, path) = match arguments {
+        [node, address] => (node, address, None),
+        [node, address, path] => (node, address, Some(*path)),
+        _ => return Err("expected: explain/ip NODE IP [PATH]".to_owned()),
+    };
+    print(&world.agent(node)?.explain_ip((*address).to_owned()).await.map_err(refused)?, path)
+}
+
+/// Prints what `cistern explain node -o json` prints when the agent of `NODE` is asked about `OTHER`, or a value of it.
+pub(super) async fn explain_node(world: &World, arguments: &[&str]) -> Outcome {
+    let (node, other, path) = match arguments {
+        [node, other] => (node, other, None),
+        [node, other, path] => (node, other, Some(*path)),
+        _ => return Err("expected: explain/node NODE OTHER [PATH]".to_owned()),
+    };
+    print(&world.agent(node)?.explain_node(Some((*other).to_owned())).await, path)
+}
+
+/// Prints the lines of `GET /metrics` that are no comments.
+pub(super) async fn metrics(world: &World, arguments: &[&str]) -> Outcome {
+    let [node] = exactly(arguments, "metrics NODE")?;
+    let text = world.agent(node)?.metrics().await;
+    Ok(Printed::Text(text.lines().filter(|line| !line.starts_with('#')).map(|line| format!("{line}\n")).collect()))
 }
 
 /// Prints what the machine holds, one row a line.

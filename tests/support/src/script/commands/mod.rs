@@ -81,6 +81,9 @@ pub(super) async fn run(world: &mut World, words: &[String]) -> Outcome {
         "status" => agent::status(world, arguments).await,
         "health" => agent::health(world, arguments).await,
         "ip/list" => agent::addresses(world, arguments).await,
+        "explain/ip" => agent::explain_ip(world, arguments).await,
+        "explain/node" => agent::explain_node(world, arguments).await,
+        "metrics" => agent::metrics(world, arguments).await,
         "target" => agent::target(world, arguments),
 
         "agent/start" => roles::start(world, "agent", arguments),
