@@ -2,13 +2,14 @@
 
 use crate::api::server::Failure;
 use crate::api::types::{
-    AddressCounts, DeviceReport, ExplainMasqueradeRequest, ExplainMasqueradeResponse, Health, LeaderReport,
-    MasqueradeReport, NodeReport, ReconcilerReport, RowReport, Status, WaitReport,
+    AddressCounts, DeviceReport, ExplainMasqueradeRequest, ExplainMasqueradeResponse, FindingReport, Health,
+    LeaderReport, MasqueradeReport, NodeReport, ReconcilerReport, RowReport, Status, WaitReport,
 };
 use crate::controllers::endpoint::View;
 use crate::kubernetes::lease::LeaderRow;
 use crate::reconciler::TargetStatus;
 use crate::tables::Reader;
+use crate::tables::findings::{FindingKey, FindingRow};
 use crate::tables::rows::{MasqueradeRow, NetworkRow, PeerRow, PoolRow, Wait};
 use cistern_core::masquerade::decide::{Content, Direction, Exclusion, Node, Packet, TcpFlags, Verdict};
 use cistern_core::masquerade::plan::{DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
@@ -36,6 +37,8 @@ pub struct NodeStatus {
     pub identity: Option<String>,
     /// What is waited for.
     pub waits: Reader<String, Wait>,
+    /// What somebody should look at.
+    pub findings: Reader<FindingKey, FindingRow>,
     /// Devices and routes.
     pub network: Reader<(), NetworkRow>,
     /// Every node of the cluster.
@@ -139,6 +142,7 @@ impl NodeStatus {
             addresses.quarantined += usage.quarantined;
         }
         let waits = self.waits.peek();
+        let findings = self.findings.peek();
         let targets = self.targets.peek();
         let peers = self.peers.peek();
         Status {
@@ -154,6 +158,16 @@ impl NodeStatus {
                     reason: wait.reason.clone(),
                     since: wait.since.to_string(),
                     next_try: wait.next_try.map(|at| at.to_string()),
+                })
+                .collect(),
+            findings: findings
+                .rows
+                .iter()
+                .map(|((_, reason, subject), row)| FindingReport {
+                    reason: (*reason).to_owned(),
+                    subject: subject.clone(),
+                    message: row.message.clone(),
+                    since: row.since.to_string(),
                 })
                 .collect(),
             pod_cidr: self.pod_cidr().map(|cidr| cidr.to_string()),

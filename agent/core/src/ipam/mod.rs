@@ -5,6 +5,8 @@
 //! | [`cluster`] | blocks: which node has which pod CIDR |
 //! | [`node`] | addresses of this node's pod CIDR |
 //! | [`lease`] | who holds an address of this node, since when, and whether that is final |
+//! | [`audit`] | whether the leases agree with the namespaces and devices that exist |
+pub mod audit;
 pub mod cluster;
 pub mod lease;
 pub mod node;
