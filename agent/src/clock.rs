@@ -7,6 +7,13 @@ use jiff::Timestamp;
 use std::time::Duration;
 use tokio::time::Instant;
 
+/// Time since the machine was started, sleep included. None without `/proc`.
+#[must_use]
+pub fn uptime() -> Option<Duration> {
+    let text = std::fs::read_to_string("/proc/uptime").ok()?;
+    Duration::try_from_secs_f64(text.split_whitespace().next()?.parse().ok()?).ok()
+}
+
 /// Wall-clock and monotonic time.
 #[derive(Debug, Clone, Copy)]
 pub struct Clock {
@@ -22,7 +29,7 @@ impl Clock {
         Self { base: None, start: Instant::now() }
     }
 
-    /// A wall clock that reads `base` now and goes on as the runtime's clock does.
+    /// A wall clock that reads `base` now and goes on as the runtime's clock does, whatever is done to the system's.
     #[must_use]
     pub fn following_runtime(base: Timestamp) -> Self {
         Self { base: Some(base), start: Instant::now() }

@@ -11,9 +11,11 @@ use cistern::api::types::{
 };
 use cistern::clock::Clock;
 use cistern::controllers::endpoint::{self, Endpoints, LeaseStore, Parts};
-use cistern::tables::Table;
+use cistern::tables::findings::Findings;
 use cistern::tables::rows::{NetworkRow, PoolRow};
-use cistern_core::ipam::lease::{self, Attachment, Change, LeaseState, Timings};
+use cistern::tables::{Table, Waits};
+use cistern_core::ipam::audit::Namespace;
+use cistern_core::ipam::lease::{self, Attachment, Change, LeaseState, RecordTimes, Timings};
 use cistern_tests::lab::Machine;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -194,13 +196,17 @@ impl Agent {
         network.publish(BTreeMap::from([((), NetworkRow::default())]));
         let peers = Table::new("peers");
         peers.publish(BTreeMap::new());
+        let clock = runtime.block_on(async { Clock::system() });
         let parts = Parts {
             node: machine.name().to_owned(),
             records: Vec::new(),
             timings: Timings::default(),
             configured_router: Some(ROUTER),
             rebooted: false,
-            netns_exists: Box::new(|_| true),
+            times: RecordTimes::Continue,
+            namespace: Box::new(|_| Namespace::There),
+            host_side: Box::new(|attachment| attachment.to_string()),
+            remove_device: Box::new(|_| Ok(())),
             draw: Box::new(rand::random),
             store: Box::new(Forget),
             map: None,
@@ -209,7 +215,10 @@ impl Agent {
             peers: peers.reader(),
             router: Arc::new(Table::new("router")),
             endpoints: Arc::new(Table::new("endpoints")),
-            clock: runtime.block_on(async { Clock::system() }),
+            waits: Waits::new(clock),
+            findings: Findings::new(clock),
+            clock,
+            wall: clock,
         };
         let (endpoints, task) = endpoint::start(parts, CancellationToken::new());
         runtime.spawn(async move {

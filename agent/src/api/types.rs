@@ -153,6 +153,9 @@ pub struct Status {
     pub health: Health,
     /// Everything that is waited for.
     pub waits: Vec<WaitReport>,
+    /// What somebody should look at; none of it stops the node.
+    #[serde(default)]
+    pub findings: Vec<FindingReport>,
     /// The pod CIDR that addresses come from.
     pub pod_cidr: Option<String>,
     /// The router address of this node.
@@ -180,6 +183,19 @@ pub struct WaitReport {
     pub since: String,
     /// Next try, RFC 3339; absent when an event is awaited.
     pub next_try: Option<String>,
+}
+
+/// Something that somebody should look at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FindingReport {
+    /// A fixed word for programs, such as `lease-without-pod`.
+    pub reason: String,
+    /// What it is about: an attachment, a device, a file, a setting.
+    pub subject: String,
+    /// What is so, and what follows.
+    pub message: String,
+    /// Since when it is known, RFC 3339.
+    pub since: String,
 }
 
 /// How many addresses of the pod CIDR are in which state.

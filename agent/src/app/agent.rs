@@ -3,15 +3,19 @@
 use super::agent_api::Answers;
 use super::agent_role::{self, Agent, Shared};
 use super::operator_role::Operator;
+use super::remembered::{self, unreadable};
 use super::{Refused, kernel, operator, signals};
 use crate::api::server;
-use crate::clock::Clock;
+use crate::clock::{self, Clock};
+use crate::cni;
 use crate::cni::deletion_queue::{self, DeletionQueue};
 use crate::controllers::endpoint::{Endpoints, LeaseStore};
 use crate::state::{BootMarker, LeaseFiles, StateDir};
 use anyhow::Context;
-use cistern_core::ipam::lease::{Attachment, Change};
+use cistern_core::ipam::audit::Namespace;
+use cistern_core::ipam::lease::{Attachment, Change, RecordTimes};
 use cistern_core::settings::{IpamMode, Settings};
+use jiff::Timestamp;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,8 +27,9 @@ use std::time::Duration;
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let cancel = signals::cancelled_by_signal()?;
     let shared = Shared::new(Clock::system());
-    let state = StateDir::open(&settings.state_dir)?;
-    let _lock = state.lock().await?;
+    let stopped = "state-dir cannot be used; nothing was started or changed, pods that run go on";
+    let state = StateDir::open(&settings.state_dir).context(stopped)?;
+    let _lock = state.lock().await.context(stopped)?;
     refuse_overlaps(&settings)?;
 
     let client = crate::kubernetes::client::connect(
@@ -33,14 +38,13 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     )
     .await?;
     let (targets, maps) = kernel::open(&settings)?;
-    let files = LeaseFiles::open(&state)?;
-    let (leases, set_aside) = files.read()?;
-    for file in &set_aside {
-        tracing::error!("{file}");
-    }
+    let (files, not_a_directory) = LeaseFiles::open(&state).context(stopped)?;
+    let (leases, set_aside) = files.read().context(stopped)?;
+    shared.findings.add(remembered::STATE, not_a_directory.into_iter().chain(set_aside).map(unreadable));
     let run_dir = settings.socket_path.parent().unwrap_or(Path::new("/run/cistern"));
     let marker = BootMarker::new(run_dir);
     let rebooted = !marker.is_set();
+    let (lease_clock, began, times) = lease_clock(&marker);
     tracing::info!(
         node = settings.node_name,
         version = super::build_info::long(),
@@ -73,8 +77,12 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
             state,
             leases,
             lease_store: Box::new(Files(files)),
+            lease_clock,
             rebooted,
-            netns_exists: Box::new(|path| Path::new(path).exists()),
+            times,
+            namespace: Box::new(|path| namespace(Path::new(path))),
+            host_side: Box::new(|attachment| cni::host_side(&attachment.container_id, &attachment.ifname)),
+            remove_device: Box::new(kernel::remove_device),
             draw: Box::new(rand::random),
             maps,
             operator,
@@ -85,16 +93,54 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     )?;
     let replay = tokio::spawn(replay_deletions(running.answers.endpoints.clone()));
     let served = tokio::spawn(mark_served(marker.served(), running.answers.clone()));
-    // The first answer of the leases' owner comes after it has dropped, durably, what the reboot left behind.
-    if running.answers.endpoints.view().await.is_ok() {
-        marker.set()?;
-    }
+    let marked = tokio::spawn(mark_boot(marker, began, running.answers.endpoints.clone()));
     let outcome = running.join().await.context("the agent ends; pods go on with what is in the kernel");
+    marked.abort();
     replay.abort();
     served.abort();
     tracing::info!("stopped");
     outcome
 }
+
+/// The clock of leases: it counts on from the moment of the boot, as the first agent of this boot knew it, so that it
+/// never jumps while the machine is up. Answered with that moment, and what it means for the times in the records.
+fn lease_clock(marker: &BootMarker) -> (Clock, Timestamp, RecordTimes) {
+    let now = Timestamp::now();
+    let Some(uptime) = clock::uptime() else {
+        return (Clock::following_runtime(now), now, RecordTimes::Continue);
+    };
+    let (began, times) = match marker.began() {
+        Some(began) => (began, RecordTimes::Continue),
+        None => (now.checked_sub(uptime).unwrap_or(now), RecordTimes::BeginAnew),
+    };
+    (Clock::following_runtime(began.checked_add(uptime).unwrap_or(now)), began, times)
+}
+
+/// State of the network namespace at a path.
+fn namespace(path: &Path) -> Namespace {
+    match path.try_exists() {
+        Ok(true) => Namespace::There,
+        Ok(false) if path.parent().is_some_and(Path::is_dir) => Namespace::Gone,
+        _ => Namespace::Unseen,
+    }
+}
+
+/// Sets the marker of the boot when what the reboot left behind is dropped, and that is on disk. A disk that refuses for
+/// long makes the next agent drop it again.
+async fn mark_boot(marker: BootMarker, began: Timestamp, endpoints: Endpoints) {
+    loop {
+        match endpoints.view().await {
+            Ok(view) if view.durable => break,
+            Ok(_) => tokio::time::sleep(MARK_RETRY).await,
+            Err(_) => return,
+        }
+    }
+    if let Err(error) = marker.set(began) {
+        tracing::error!(%error, "the boot is not marked: the next start takes itself for the first since the boot");
+    }
+}
+
+const MARK_RETRY: Duration = Duration::from_secs(1);
 
 /// A file beside the socket whose age tells `cistern-cni STATUS` how long ago this node could serve.
 async fn mark_served(path: PathBuf, answers: Arc<Answers>) {
@@ -154,11 +200,8 @@ pub async fn replay_once(directory: &Path, endpoints: &Endpoints) -> anyhow::Res
     let replayed = dels.len();
     for del in dels {
         let attachment = Attachment { container_id: del.container_id.clone(), ifname: del.ifname.clone() };
-        let held = endpoints.check(attachment.clone()).await?;
         // A runtime that uses a container ID again has attached it anew since: that lease is not the one that ended.
-        if held.is_none_or(|(lease, _)| lease.since() <= del.queued) {
-            endpoints.del(attachment).await?;
-        }
+        endpoints.del_of(attachment, del.queued).await?;
         queue.remove(&del)?;
     }
     Ok(replayed)

@@ -15,9 +15,11 @@ use crate::kubernetes::client::Client;
 use crate::kubernetes::{views, watch as watches};
 use crate::reconciler::{Options, TargetStatus};
 use crate::state::StateDir;
+use crate::tables::findings::Findings;
 use crate::tables::rows::{CiliumNodeRow, NodeRow};
 use crate::tables::{Reader, Table, Waits};
-use cistern_core::ipam::lease::{Record, Timings};
+use cistern_core::ipam::audit::Namespace;
+use cistern_core::ipam::lease::{Attachment, Record, RecordTimes, Timings};
 use cistern_core::reconcile::backoff::Backoff;
 use cistern_core::settings::Settings;
 use std::net::Ipv4Addr;
@@ -42,10 +44,18 @@ pub struct Agent {
     pub leases: Vec<Record>,
     /// Where pod leases survive.
     pub lease_store: Box<dyn endpoint::LeaseStore>,
+    /// Time of the leases.
+    pub lease_clock: Clock,
     /// The machine was rebooted since the leases were written.
     pub rebooted: bool,
-    /// Whether a network namespace exists.
-    pub netns_exists: Box<dyn Fn(&str) -> bool + Send>,
+    /// Whether the times of the records are those of `lease_clock`.
+    pub times: RecordTimes,
+    /// Whether a network namespace is there.
+    pub namespace: Box<dyn Fn(&str) -> Namespace + Send>,
+    /// Name of the host side of an attachment's pair.
+    pub host_side: Box<dyn Fn(&Attachment) -> String + Send>,
+    /// Removes a device by name.
+    pub remove_device: Box<dyn FnMut(&str) -> Result<(), String> + Send>,
     /// Random numbers.
     pub draw: Box<dyn FnMut() -> u64 + Send>,
     /// Rows of the kernel maps for the CLI.
@@ -67,6 +77,8 @@ pub struct Shared {
     pub clock: Clock,
     /// What is waited for.
     pub waits: Waits,
+    /// What somebody should look at.
+    pub findings: Findings,
     /// State of the reconcilers.
     pub targets: Arc<Table<String, TargetStatus>>,
     /// What is known of the election.
@@ -79,7 +91,13 @@ impl Shared {
     pub fn new(clock: Clock) -> Self {
         let targets = Table::new("targets");
         targets.mark_synced();
-        Self { clock, waits: Waits::new(clock), targets: Arc::new(targets), leader: Arc::new(Table::new("leader")) }
+        Self {
+            clock,
+            waits: Waits::new(clock),
+            findings: Findings::new(clock),
+            targets: Arc::new(targets),
+            leader: Arc::new(Table::new("leader")),
+        }
     }
 }
 
@@ -106,7 +124,7 @@ impl Running {
 /// When state from before cannot be read, so that nothing may be handed out.
 pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running> {
     let Agent { settings, client, targets, shared, .. } = agent;
-    let Shared { clock, waits, targets: statuses, leader } = shared;
+    let Shared { clock, waits, findings, targets: statuses, leader } = shared;
     let name = settings.node_name.clone();
     let mut tasks = Supervisor::new("agent", cancel);
     let token = tasks.token();
@@ -114,7 +132,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     // === Tables ===
     let nodes: Arc<Table<String, NodeRow>> = Arc::new(Table::new("nodes"));
     let cilium_nodes: Arc<Table<String, CiliumNodeRow>> = Arc::new(Table::new("cilium-nodes"));
-    let (peers, pool) = remembered::tables(&agent.state)?;
+    let (peers, pool) = remembered::tables(&agent.state, &findings);
     let network = Arc::new(Table::new("network"));
     let router = Arc::new(Table::new("router"));
     let endpoints = Arc::new(Table::new("endpoints"));
@@ -160,11 +178,12 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
         "pod CIDR",
         Box::pin(ipam_node::run(
             name.clone(),
-            settings.ipam.name(),
+            ipam_node::Configured { mode: settings.ipam.name(), ranges: settings.cluster_pool_ipv4.clone() },
             peers.reader(),
             network.reader(),
             Arc::clone(&pool),
             waits.clone(),
+            findings.clone(),
         )),
     );
     decide(
@@ -186,7 +205,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
                 node: name.clone(),
                 settings: settings.clone(),
                 reserved_ports: agent.reserved_ports,
-                last_good: remembered::last_good(&agent.state)?,
+                last_good: remembered::last_good(&agent.state, &findings),
                 peers: peers.reader(),
                 network: network.reader(),
                 file: settings.enable_ip_masq_agent.then(|| ip_masq_file.reader()),
@@ -230,7 +249,10 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             timings: Timings::default(),
             configured_router: settings.local_router_ipv4,
             rebooted: agent.rebooted,
-            netns_exists: agent.netns_exists,
+            times: agent.times,
+            namespace: agent.namespace,
+            host_side: agent.host_side,
+            remove_device: agent.remove_device,
             draw: agent.draw,
             store: agent.lease_store,
             map: endpoint_map,
@@ -239,7 +261,10 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             peers: peers.reader(),
             router: Arc::clone(&router),
             endpoints: Arc::clone(&endpoints),
-            clock,
+            waits: waits.clone(),
+            findings: findings.clone(),
+            clock: agent.lease_clock,
+            wall: clock,
         },
         token.clone(),
     );
@@ -263,6 +288,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             native_routing_cidr: settings.ipv4_native_routing_cidr,
             identity,
             waits: waits.reader(),
+            findings: findings.reader(),
             network: network.reader(),
             cilium_nodes: cilium_nodes.reader(),
             peers: peers.reader(),

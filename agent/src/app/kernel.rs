@@ -3,9 +3,9 @@
 use super::node_status::MapRows;
 use super::targets::{DatapathTargets, Targets, target};
 use crate::controllers::endpoint::EndpointMap;
-use crate::datapath::{Capacities, Collector, Datapath, Endpoints, Events, View};
+use crate::datapath::{Capacities, Collector, Datapath, Endpoints, Events, Pins, View};
 use crate::netlink::targets::{RouterAddress, Routes};
-use crate::netlink::{Handle, monitor};
+use crate::netlink::{Handle, link, monitor};
 use crate::tables::rows::NetworkRow;
 use anyhow::Context;
 use cistern_core::masquerade::plan::EndpointEntry;
@@ -26,6 +26,7 @@ pub fn open(settings: &Settings) -> anyhow::Result<(Targets, Option<MapRows>)> {
         let (targets, maps) = open_datapath(settings)?;
         (Some(targets), Some(maps))
     } else {
+        remove_datapath(settings)?;
         (None, None)
     };
     let targets = Targets {
@@ -35,6 +36,30 @@ pub fn open(settings: &Settings) -> anyhow::Result<(Targets, Option<MapRows>)> {
         datapath,
     };
     Ok((targets, maps))
+}
+
+/// Takes away what an agent with masquerading left: without that it would go on. Maps that are wanted again later begin
+/// empty.
+fn remove_datapath(settings: &Settings) -> anyhow::Result<()> {
+    let pins = Pins::new(settings.pin_root());
+    if !pins.root().exists() {
+        return Ok(());
+    }
+    pins.remove_all()
+        .context("enable-ipv4-masquerade is false, but the kernel programs of before cannot be removed")?;
+    tracing::warn!(
+        "enable-ipv4-masquerade is false now: the kernel programs are removed, and flows that they translated end"
+    );
+    Ok(())
+}
+
+/// Removes a device by name; it need not be there.
+///
+/// # Errors
+/// What the kernel says.
+pub fn remove_device(name: &str) -> Result<(), String> {
+    let mut handle = Handle::open().map_err(|error| error.to_string())?;
+    handle.remove(&link::delete_by_name(name)).map(|_| ()).map_err(|error| error.to_string())
 }
 
 fn open_datapath(settings: &Settings) -> anyhow::Result<(DatapathTargets, MapRows)> {

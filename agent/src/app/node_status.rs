@@ -2,14 +2,15 @@
 
 use crate::api::server::Failure;
 use crate::api::types::{
-    AddressCounts, AddressExplanation, DeviceReport, ExplainMasqueradeRequest, ExplainMasqueradeResponse, Health,
-    LeaderReport, MasqueradeReport, NodeReply, NodeReport, OwnNodeReply, ReconcilerReport, RowReport, Status,
-    WaitReport,
+    AddressCounts, AddressExplanation, DeviceReport, ExplainMasqueradeRequest, ExplainMasqueradeResponse,
+    FindingReport, Health, LeaderReport, MasqueradeReport, NodeReply, NodeReport, OwnNodeReply, ReconcilerReport,
+    RowReport, Status, WaitReport,
 };
 use crate::controllers::endpoint::View;
 use crate::kubernetes::lease::LeaderRow;
 use crate::reconciler::TargetStatus;
 use crate::tables::Reader;
+use crate::tables::findings::{FindingKey, FindingRow};
 use crate::tables::rows::{CiliumNodeRow, MasqueradeRow, NetworkRow, PeerRow, PoolRow, Wait};
 use cistern_core::ipam::explain::{self, NodeFacts};
 use cistern_core::masquerade::decide::{Content, Direction, Exclusion, Node, Packet, TcpFlags, Verdict};
@@ -38,6 +39,8 @@ pub struct NodeStatus {
     pub identity: Option<String>,
     /// What is waited for.
     pub waits: Reader<String, Wait>,
+    /// What somebody should look at.
+    pub findings: Reader<FindingKey, FindingRow>,
     /// Devices and routes.
     pub network: Reader<(), NetworkRow>,
     /// Every CiliumNode, as the API server lists it.
@@ -169,6 +172,7 @@ impl NodeStatus {
     /// Everything in one answer.
     #[must_use]
     pub fn status(&self, view: &View) -> Status {
+        let findings = self.findings.peek();
         let targets = self.targets.peek();
         let peers = self.peers.peek();
         Status {
@@ -177,6 +181,16 @@ impl NodeStatus {
             ipam_mode: self.ipam_mode.clone(),
             health: self.health(),
             waits: self.wait_reports(),
+            findings: findings
+                .rows
+                .iter()
+                .map(|((_, reason, subject), row)| FindingReport {
+                    reason: (*reason).to_owned(),
+                    subject: subject.clone(),
+                    message: row.message.clone(),
+                    since: row.since.to_string(),
+                })
+                .collect(),
             pod_cidr: self.pod_cidr().map(|cidr| cidr.to_string()),
             router: view.router.ipv4,
             addresses: counts(view),

@@ -1,6 +1,7 @@
 //! What a node needs to serve while the API server is away, on disk (`architecture` section 4).
 
-use crate::state::{StateDir, StateError};
+use crate::state::{SetAside, StateDir};
+use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::{PeerRow, PoolRow};
 use crate::tables::{Reader, Table};
 use cistern_core::masquerade::excluded::ConfigFile;
@@ -14,7 +15,7 @@ const NODE: &str = "node.json";
 /// The last ip-masq-agent file that could be used.
 const LAST_GOOD: &str = "ip-masq.json";
 
-/// Of another format, nothing of the file is used; the API server tells all of it again.
+/// Of another format, nothing of the file is used, and it is set aside; the API server tells all of it again.
 const FORMAT: u32 = 1;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,41 +30,45 @@ pub type Seeded = (Arc<Table<String, PeerRow>>, Arc<Table<(), PoolRow>>);
 
 /// The tables `peers` and `pool`, holding what was known last. They count as synced then: routes and exclusions that
 /// follow from them are those that the kernel has already.
-///
-/// # Errors
-/// When the disk cannot be read.
-pub fn tables(state: &StateDir) -> Result<Seeded, StateError> {
+#[must_use]
+pub fn tables(state: &StateDir, findings: &Findings) -> Seeded {
     let (peers, pool) = (Table::new("peers"), Table::new("pool"));
-    let (remembered, set_aside) = state.read::<Remembered>(NODE)?;
-    if let Some(set_aside) = set_aside {
-        tracing::error!("{set_aside}");
-    }
-    if let Some(remembered) = remembered.filter(|remembered| remembered.format == FORMAT) {
+    let (remembered, set_aside) = state.read::<Remembered>(NODE, Some(FORMAT));
+    findings.add(STATE, set_aside.map(unreadable));
+    if let Some(remembered) = remembered {
         tracing::info!(pool = ?remembered.pool, nodes = remembered.peers.len(), "serving from what was known last");
         peers.publish(remembered.peers);
         if let Some(row) = remembered.pool {
             pool.publish(BTreeMap::from([((), row)]));
         }
     }
-    Ok((Arc::new(peers), Arc::new(pool)))
+    (Arc::new(peers), Arc::new(pool))
+}
+
+/// Source of findings about state files.
+pub const STATE: &str = "state";
+
+/// What is told of a file that was set aside.
+#[must_use]
+pub fn unreadable(file: SetAside) -> Found {
+    Found { reason: "state-file-unreadable", subject: file.path.display().to_string(), message: file.to_string() }
 }
 
 /// The last ip-masq-agent list that could be used.
-///
-/// # Errors
-/// When the disk cannot be read.
-pub fn last_good(state: &StateDir) -> Result<Option<ConfigFile>, StateError> {
-    let (last_good, set_aside) = state.read::<Option<ConfigFile>>(LAST_GOOD)?;
-    if let Some(set_aside) = set_aside {
-        tracing::error!("{set_aside}");
-    }
-    Ok(last_good.flatten())
+#[must_use]
+pub fn last_good(state: &StateDir, findings: &Findings) -> Option<ConfigFile> {
+    let (last_good, set_aside) = state.read::<Option<ConfigFile>>(LAST_GOOD, None);
+    findings.add(STATE, set_aside.map(unreadable));
+    last_good.flatten()
 }
 
 /// A change of a busy cluster is written at most this often.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Keeps the files equal to the tables until dropped. A disk that refuses is tried again with each change.
+/// A disk that refused is tried again after this long.
+const DISK_RETRY: Duration = Duration::from_secs(15);
+
+/// Keeps the files equal to the tables until dropped. A disk that refuses is tried again.
 pub async fn run(
     state: StateDir,
     mut peers: Reader<String, PeerRow>,
@@ -73,6 +78,7 @@ pub async fn run(
     let mut written = None;
     let mut written_list = 0;
     loop {
+        let mut refused = false;
         let now = Remembered {
             format: FORMAT,
             pool: pool.snapshot().rows.get(&()).cloned(),
@@ -81,14 +87,20 @@ pub async fn run(
         if written.as_ref() != Some(&now) && (now.pool.is_some() || !now.peers.is_empty()) {
             match state.write(NODE, &now) {
                 Ok(()) => written = Some(now),
-                Err(error) => tracing::error!(%error, "what a restart without API server needs is not on disk"),
+                Err(error) => {
+                    refused = true;
+                    tracing::error!(%error, "what a restart without API server needs is not on disk");
+                }
             }
         }
         let list = last_good.snapshot();
         if let Some(value) = list.rows.get(&()).filter(|_| list.revision != written_list) {
             match state.write(LAST_GOOD, value) {
                 Ok(()) => written_list = list.revision,
-                Err(error) => tracing::error!(%error, "the last good ip-masq-agent list is not on disk"),
+                Err(error) => {
+                    refused = true;
+                    tracing::error!(%error, "the last good ip-masq-agent list is not on disk");
+                }
             }
         }
         tokio::time::sleep(PAUSE).await;
@@ -96,6 +108,7 @@ pub async fn run(
             () = peers.changed() => {}
             () = pool.changed() => {}
             () = last_good.changed() => {}
+            () = tokio::time::sleep(DISK_RETRY), if refused => {}
         }
     }
 }

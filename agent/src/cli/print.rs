@@ -96,6 +96,12 @@ pub(super) fn status(status: &Status) -> String {
             &format!("{}: {} ({})", wait.name, wait.reason, since_and_next(wait)),
         );
     }
+    for (index, finding) in status.findings.iter().enumerate() {
+        field(
+            if index == 0 { "Found:" } else { "" },
+            &format!("{} {}: {} (since {})", finding.reason, finding.subject, finding.message, finding.since),
+        );
+    }
     for reconciler in status.reconcilers.iter().filter(|reconciler| !reconciler.failing.is_empty()) {
         for row in &reconciler.failing {
             let next = row.next_try.as_deref().unwrap_or("at the next full pass");

@@ -12,3 +12,9 @@ mod interface;
 mod plugin;
 
 pub use plugin::main;
+
+/// Name of the host side of an attachment's pair.
+#[must_use]
+pub fn host_side(container_id: &str, ifname: &str) -> String {
+    interface::Pair::of(container_id, ifname).host
+}

@@ -2,19 +2,29 @@
 //!
 //! Every answer is given after its records are on disk, and an interface is confirmed after the datapath knows the pod,
 //! so that the pod's first packet is treated as its last one is.
+//!
+//! Leases have a clock of their own ([`Parts::clock`]), which never jumps. Times that come in or go out are those of the
+//! wall clock, and are translated here.
+//!
+//! A device of ours with a route to it is a pod even when no record names it: its record was damaged, or is of another
+//! version. Such a pod stays in the datapath, and its address is given to nobody.
 
 use crate::clock::Clock;
+use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::{NetworkRow, PeerRow, PoolRow};
-use crate::tables::{Reader, Table};
+use crate::tables::{Reader, Table, Waits};
 use cistern_core::ip::Family;
+use cistern_core::ipam::audit::{self, Audit, HostLink, Namespace, Seen};
 use cistern_core::ipam::lease::{
     AddError, AddRequest, Attachment, Change, ConfirmError, Exclusion, ExpirationIds, Granted, Interface, LeaseState,
-    Leases, Network, Outcome, OwnerError, OwnerLease, OwnerRequest, PodLease, Record, Restored, Row, Timings,
+    Leases, Network, Outcome, Owed, OwnerError, OwnerLease, OwnerRequest, PodLease, Record, RecordKey, RecordTimes,
+    Restored, Row, Timings,
 };
 use cistern_core::ipam::node::pod_cidr::{Addresses, Usage};
 use cistern_core::masquerade::plan::EndpointEntry;
 use ipnet::IpNet;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use jiff::{SignedDuration, Timestamp};
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -56,8 +66,8 @@ pub enum EndpointError {
     /// A call by owner text was refused.
     #[error(transparent)]
     Owner(#[from] OwnerError),
-    /// The disk said no. The records are written with the next call; this one is not answered with an address.
-    #[error("the lease cannot be made durable: {reason}; nothing was handed out, addresses that pods hold are safe")]
+    /// The disk said no. The records are written as soon as it lets us; this call is not answered with an address.
+    #[error("{reason}")]
     NotDurable {
         /// What failed.
         reason: String,
@@ -84,6 +94,8 @@ pub struct View {
     pub usage: Vec<(IpNet, Usage)>,
     /// Router addresses.
     pub router: Addresses,
+    /// Everything that was done is on disk.
+    pub durable: bool,
 }
 
 type Reply<T> = oneshot::Sender<Result<T, EndpointError>>;
@@ -91,7 +103,7 @@ type Reply<T> = oneshot::Sender<Result<T, EndpointError>>;
 enum Command {
     Add(AddRequest, Reply<Granted>),
     Confirm(Attachment, u64, Interface, Reply<()>),
-    Del(Attachment, Reply<Option<PodLease>>),
+    Del(Attachment, Option<Timestamp>, Reply<Option<PodLease>>),
     Collect(BTreeSet<Attachment>, Reply<Vec<PodLease>>),
     Check(Attachment, Reply<Option<(PodLease, Addresses)>>),
     Allocate(OwnerRequest, Reply<Vec<OwnerLease>>),
@@ -148,7 +160,15 @@ impl Endpoints {
     /// # Errors
     /// See [`EndpointError`].
     pub async fn del(&self, attachment: Attachment) -> Result<Option<PodLease>, EndpointError> {
-        self.ask(|reply| Command::Del(attachment, reply)).await
+        self.ask(|reply| Command::Del(attachment, None, reply)).await
+    }
+
+    /// As [`Endpoints::del`], for a DEL that came at this time: a lease that is younger is another one, and stays.
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn del_of(&self, attachment: Attachment, at: Timestamp) -> Result<Option<PodLease>, EndpointError> {
+        self.ask(|reply| Command::Del(attachment, Some(at), reply)).await
     }
 
     /// See [`Leases::collect`]. Answers the leases that ended.
@@ -235,8 +255,14 @@ pub struct Parts {
     pub configured_router: Option<Ipv4Addr>,
     /// Whether the records are from before a reboot: leases whose namespace is gone are dropped.
     pub rebooted: bool,
-    /// Whether a network namespace exists.
-    pub netns_exists: Box<dyn Fn(&str) -> bool + Send>,
+    /// Whether the times of the records are those of `clock`.
+    pub times: RecordTimes,
+    /// Whether a network namespace is there.
+    pub namespace: Box<dyn Fn(&str) -> Namespace + Send>,
+    /// Name of the host side of an attachment's pair.
+    pub host_side: Box<dyn Fn(&Attachment) -> String + Send>,
+    /// Removes a device by name; it need not be there.
+    pub remove_device: Box<dyn FnMut(&str) -> Result<(), String> + Send>,
     /// Random numbers.
     pub draw: Box<dyn FnMut() -> u64 + Send>,
     /// Where records survive.
@@ -253,14 +279,24 @@ pub struct Parts {
     pub router: Arc<Table<Ipv4Addr, ()>>,
     /// Gets the pods whose interface exists.
     pub endpoints: Arc<Table<Ipv4Addr, EndpointEntry>>,
-    /// Time.
+    /// What is waited for: here, a disk that refuses.
+    pub waits: Waits,
+    /// What the audit finds.
+    pub findings: Findings,
+    /// Time of the leases: it only goes forward, over restarts too.
     pub clock: Clock,
+    /// Time as people read it.
+    pub wall: Clock,
 }
 
 struct Task {
     leases: Leases,
     /// Made by the state machine, not on disk yet.
-    owed: VecDeque<Change>,
+    owed: Owed,
+    audit: Audit,
+    next_audit: Timestamp,
+    /// Host sides of pods' pairs, by name.
+    links: BTreeMap<String, HostLink>,
     parts: Parts,
 }
 
@@ -274,22 +310,25 @@ pub fn start(parts: Parts, cancel: CancellationToken) -> (Endpoints, impl Future
 async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: CancellationToken) {
     let records = std::mem::take(&mut parts.records);
     let now = parts.clock.now();
-    let network = network(&mut parts);
     let draw = (parts.draw)();
-    let Restored { leases, findings, changes } = Leases::restore(records, parts.timings, network, now, draw);
+    // Without a network first: which pods there are without a record is known when the leases are.
+    let Restored { leases, findings, changes } =
+        Leases::restore(records, parts.timings, Network::default(), parts.times, now, draw);
     for finding in findings {
         tracing::warn!(%finding, "pod leases");
     }
-    let mut task = Task { leases, owed: changes.into(), parts };
+    let (audit, links) = (Audit::default(), BTreeMap::new());
+    let mut task = Task { leases, owed: Owed::default(), audit, next_audit: now, links, parts };
+    task.owed.extend(changes);
     if task.parts.rebooted {
-        let Outcome { answer, changes } = task.leases.drop_gone(&task.parts.netns_exists, now);
+        let there = |netns: &str| (task.parts.namespace)(netns) == Namespace::There;
+        let Outcome { answer, changes } = task.leases.drop_gone(there, now);
         task.owed.extend(changes);
         for lease in answer {
             tracing::info!(attachment = %lease.attachment, "lease ended: its network namespace is gone since the reboot");
         }
     }
     task.network_changed();
-    task.publish();
     loop {
         let deadline = task.next_wake();
         tokio::select! {
@@ -305,47 +344,40 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
             () = task.parts.peers.changed() => task.network_changed(),
             () = tokio::time::sleep(deadline) => task.tick(),
         }
+        task.audit();
     }
     receiver.close();
     while let Some(command) = receiver.recv().await {
         task.serve(command);
     }
-    if let Err(reason) = task.flush() {
-        tracing::error!(reason, "lease records could not be written before the end");
+    task.flush();
+    if !task.owed.is_empty() {
+        tracing::error!(owed = task.owed.len(), "lease records could not be written before the end");
     }
 }
 
-/// What the node was given to hand out, as the tables say now.
-fn network(parts: &mut Parts) -> Network {
-    let pool = parts.pool.snapshot();
-    let network = parts.network.snapshot();
-    let peers = parts.peers.snapshot();
-    let exclusions = network
-        .rows
-        .values()
-        .flat_map(|row| row.links.values())
-        // The router address itself sits on the loopback device.
-        .filter(|link| !link.loopback)
-        .flat_map(|link| link.addresses.iter())
-        .map(|address| Exclusion { address: address.addr(), label: "node-ip".to_owned() })
-        .collect();
-    Network {
-        ipv4: pool.rows.get(&()).map(|row| row.pod_cidr),
-        ipv6: None,
-        exclusions,
-        configured_router: Addresses { ipv4: parts.configured_router, ipv6: None },
-        seen_routers: peers
-            .rows
-            .get(&parts.node)
-            .and_then(|row| row.router)
-            .map(|router| Addresses { ipv4: Some(router), ipv6: None })
-            .into_iter()
-            .collect(),
-    }
+/// Host sides of pods' pairs, with the address that is routed to each.
+fn host_links(network: &NetworkRow) -> BTreeMap<String, HostLink> {
+    let address = |ifindex: u32| {
+        let routes = network.routes.iter().filter(|route| route.ifindex == Some(ifindex) && route.gateway.is_none());
+        routes.filter(|route| route.destination.prefix_len() == 32).map(|route| route.destination.addr()).next()
+    };
+    let ours = network.links.iter().filter(|(_, link)| link.kind == "veth" && audit::is_host_side(&link.name));
+    ours.map(|(ifindex, link)| (link.name.clone(), HostLink { ifindex: *ifindex, address: address(*ifindex) }))
+        .collect()
 }
+
+const NETWORK_UNKNOWN: &str = "the devices and routes of this node are not known yet";
 
 /// A disk that refused is tried again after this long.
 const DISK_RETRY: Duration = Duration::from_secs(1);
+
+fn not_durable(reason: &str) -> String {
+    format!(
+        "lease records cannot be written ({reason}): no address is given until they can; pods that run are not affected, \
+         and DELs are carried out where the disk lets files be removed"
+    )
+}
 
 impl Task {
     fn next_wake(&self) -> Duration {
@@ -353,24 +385,23 @@ impl Task {
             return DISK_RETRY;
         }
         let now = self.parts.clock.now();
-        self.leases.next_deadline().map_or(Duration::from_secs(3600), |deadline| {
-            Duration::try_from(deadline.duration_since(now)).unwrap_or(Duration::ZERO).max(Duration::from_millis(10))
-        })
+        let next = self.leases.next_deadline().map_or(self.next_audit, |deadline| deadline.min(self.next_audit));
+        Duration::try_from(next.duration_since(now)).unwrap_or(Duration::ZERO).max(Duration::from_millis(10))
     }
 
     fn tick(&mut self) {
         let changes = self.leases.expire(self.parts.clock.now());
         self.owed.extend(changes);
-        if let Err(reason) = self.flush() {
-            tracing::error!(reason, owed = self.owed.len(), "lease records are not durable yet");
-        }
+        self.flush();
         self.publish();
     }
 
     fn network_changed(&mut self) {
-        let network = network(&mut self.parts);
-        let blocked = self.parts.pool.peek().rows.get(&()).and_then(|row| row.blocked.clone());
-        self.leases.hold_back(blocked);
+        let seen = self.parts.network.snapshot();
+        self.links = seen.rows.get(&()).map(host_links).unwrap_or_default();
+        let network = self.network(&seen.rows);
+        let blocked = self.parts.pool.snapshot().rows.get(&()).and_then(|row| row.blocked.clone());
+        self.leases.hold_back(blocked.or_else(|| (!seen.synced).then(|| NETWORK_UNKNOWN.to_owned())));
         let draw = (self.parts.draw)();
         let Outcome { answer, changes } = self.leases.set_network(network, self.parts.clock.now(), draw);
         for finding in answer {
@@ -380,36 +411,132 @@ impl Task {
         self.tick();
     }
 
-    /// Writes what is owed.
-    fn flush(&mut self) -> Result<(), String> {
-        if self.owed.is_empty() {
-            return Ok(());
-        }
-        match self.parts.store.write(self.owed.make_contiguous()) {
-            Ok(()) => {
-                self.owed.clear();
-                Ok(())
-            }
-            Err((written, reason)) => {
-                self.owed.drain(..written.min(self.owed.len()));
-                Err(reason)
-            }
+    /// What the node was given to hand out, as the tables say now.
+    fn network(&mut self, seen: &BTreeMap<(), NetworkRow>) -> Network {
+        let addresses = seen
+            .values()
+            .flat_map(|row| row.links.values())
+            // The router address itself sits on the loopback device.
+            .filter(|link| !link.loopback)
+            .flat_map(|link| link.addresses.iter())
+            .map(|address| Exclusion { address: address.addr(), label: "node-ip".to_owned() });
+        let unrecorded = self.unrecorded().into_iter().map(|(address, (link, _))| Exclusion {
+            address: address.into(),
+            label: format!("the pod behind {link}, which no record names"),
+        });
+        let exclusions = addresses.chain(unrecorded).collect();
+        let peers = self.parts.peers.snapshot();
+        Network {
+            ipv4: self.parts.pool.snapshot().rows.get(&()).map(|row| row.pod_cidr),
+            ipv6: None,
+            exclusions,
+            configured_router: Addresses { ipv4: self.parts.configured_router, ipv6: None },
+            seen_routers: peers
+                .rows
+                .get(&self.parts.node)
+                .and_then(|row| row.router)
+                .map(|router| Addresses { ipv4: Some(router), ipv6: None })
+                .into_iter()
+                .collect(),
         }
     }
 
+    /// Addresses of pods that no record names, with name and index of their devices.
+    fn unrecorded(&self) -> BTreeMap<Ipv4Addr, (String, u32)> {
+        let leased: BTreeSet<String> = self
+            .leases
+            .pods()
+            .map(|lease| match &lease.state {
+                LeaseState::Confirmed { interface, .. } => interface.host_ifname.clone(),
+                LeaseState::Provisional { .. } => (self.parts.host_side)(&lease.attachment),
+            })
+            .collect();
+        let held: BTreeSet<Ipv4Addr> = self.leases.pods().filter_map(|lease| lease.addresses.ipv4).collect();
+        self.links
+            .iter()
+            .filter(|(name, _)| !leased.contains(*name))
+            .filter_map(|(name, link)| Some((link.address?, (name.clone(), link.ifindex))))
+            .filter(|(address, _)| !held.contains(address))
+            .collect()
+    }
+
+    /// Looks whether the leases agree with the namespaces and devices, when it is time to and the devices are known.
+    fn audit(&mut self) {
+        let now = self.parts.clock.now();
+        if now < self.next_audit || !self.parts.network.peek().synced {
+            return;
+        }
+        self.next_audit = now.checked_add(audit::EVERY).unwrap_or(Timestamp::MAX);
+        let seen = Seen { links: &self.links, namespace: &self.parts.namespace, host_side: &self.parts.host_side };
+        let audited = self.audit.look(self.leases.pods(), &seen, now);
+        self.parts.findings.replace(
+            "audit",
+            audited.findings.iter().map(|finding| Found {
+                reason: finding.reason(),
+                subject: finding.subject(),
+                message: finding.to_string(),
+            }),
+        );
+        let Outcome { answer, changes } = self.leases.end_lost(&audited.lost, now);
+        for lease in answer {
+            tracing::warn!(attachment = %lease.attachment, "lease ended by the audit: its pod is gone and no DEL came");
+            self.forget(&lease);
+        }
+        self.owed.extend(changes);
+        for link in audited.left_over {
+            match (self.parts.remove_device)(&link) {
+                Ok(()) => tracing::warn!(device = link, "device removed by the audit: it led to no pod"),
+                Err(reason) => tracing::warn!(device = link, reason, "device not removed; the next audit tries again"),
+            }
+        }
+        self.flush();
+        self.publish();
+    }
+
+    /// Writes what is owed. A disk that refuses is waited for.
+    fn flush(&mut self) {
+        const WAIT: &str = "lease records";
+        let store = &mut self.parts.store;
+        let outcome = self.owed.write(|change| store.write(std::slice::from_ref(change)).map_err(|(_, reason)| reason));
+        match outcome {
+            Ok(()) => self.parts.waits.end(WAIT),
+            Err(reason) => self.parts.waits.begin(WAIT, not_durable(&reason), Some(DISK_RETRY)),
+        }
+    }
+
+    /// The answer, once all of it is on disk.
     fn durable<T>(&mut self, outcome: Outcome<T>) -> Result<T, EndpointError> {
         self.owed.extend(outcome.changes);
-        self.flush().map_err(|reason| EndpointError::NotDurable { reason })?;
-        Ok(outcome.answer)
+        self.flush();
+        self.written(self.owed.is_empty()).map(|()| outcome.answer)
+    }
+
+    /// As [`Task::durable`] for what gives addresses back: that these keys are gone from the disk is enough.
+    fn given_back<T>(&mut self, outcome: Outcome<T>, keys: impl Fn(&T) -> Vec<RecordKey>) -> Result<T, EndpointError> {
+        let keys = keys(&outcome.answer);
+        self.owed.extend(outcome.changes);
+        self.flush();
+        self.written(!keys.iter().any(|key| self.owed.owes(key))).map(|()| outcome.answer)
+    }
+
+    fn written(&self, is_so: bool) -> Result<(), EndpointError> {
+        if is_so {
+            return Ok(());
+        }
+        let waits = self.parts.waits.reader();
+        let reason = waits.peek().rows.get("lease records").map(|wait| wait.reason.clone()).unwrap_or_default();
+        Err(EndpointError::NotDurable { reason })
     }
 
     fn serve(&mut self, command: Command) {
         let now = self.parts.clock.now();
         // A caller that went away gets no answer; what was done stays done, and its DEL ends it.
         match command {
-            Command::Add(request, reply) => {
+            Command::Add(mut request, reply) => {
                 let draw = (self.parts.draw)();
-                let outcome = self.leases.add(request, &self.parts.netns_exists, now, draw);
+                request.started = request.started.map(|started| self.of_leases(started));
+                let may_live = |netns: &str| (self.parts.namespace)(netns) != Namespace::Gone;
+                let outcome = self.leases.add(request, may_live, now, draw);
                 let answer = self.durable(outcome).and_then(|answer| Ok(answer?));
                 // A superseded lease leaves the datapath, and the first ADD may have chosen the router.
                 self.publish();
@@ -419,21 +546,31 @@ impl Task {
                 let answer = self.confirm(&attachment, generation, interface, now);
                 let _ = reply.send(answer);
             }
-            Command::Del(attachment, reply) => {
-                let outcome = self.leases.del(&attachment, now);
-                if let Some(address) = outcome.answer.as_ref().and_then(|lease| lease.addresses.ipv4) {
-                    self.forget(address);
+            Command::Del(attachment, at, reply) => {
+                let younger = |at: Timestamp| {
+                    let at = self.of_leases(at);
+                    self.leases.check(&attachment, now).is_some_and(|lease| lease.since() > at)
+                };
+                if at.is_some_and(younger) {
+                    let _ = reply.send(Ok(None));
+                    return;
                 }
-                let answer = self.durable(outcome);
+                let outcome = self.leases.del(&attachment, now);
+                if let Some(lease) = &outcome.answer {
+                    self.forget(lease);
+                }
+                let answer = self.given_back(outcome, |_| vec![RecordKey::Pod(attachment.clone())]);
                 self.publish();
                 let _ = reply.send(answer);
             }
             Command::Collect(valid, reply) => {
                 let outcome = self.leases.collect(&valid, now);
-                for address in outcome.answer.iter().filter_map(|lease| lease.addresses.ipv4) {
-                    self.forget(address);
+                for lease in &outcome.answer {
+                    self.forget(lease);
                 }
-                let answer = self.durable(outcome);
+                let key = |lease: &PodLease| RecordKey::Pod(lease.attachment.clone());
+                let answer = self.given_back(outcome, |ended| ended.iter().map(key).collect());
+                self.next_audit = now;
                 self.publish();
                 let _ = reply.send(answer);
             }
@@ -454,19 +591,47 @@ impl Task {
             }
             Command::Release(address, pool, reply) => {
                 let outcome = self.leases.release_for_owner(address, &pool, now);
-                let _ = reply.send(self.durable(outcome).and_then(|answer| Ok(answer?)));
+                let answer = self.given_back(outcome, |_| vec![RecordKey::Owner(pool.clone(), address)]);
+                let _ = reply.send(answer.and_then(|answer| Ok(answer?)));
             }
             Command::View(reply) => {
-                let view =
-                    View { rows: self.leases.snapshot(), usage: self.leases.usage(), router: self.leases.router() };
+                let view = View {
+                    rows: self.rows(),
+                    usage: self.leases.usage(),
+                    router: self.leases.router(),
+                    durable: self.owed.is_empty(),
+                };
                 let _ = reply.send(Ok(view));
             }
         }
     }
 
+    /// How much the wall clock is ahead of the leases' clock.
+    fn ahead(&self) -> SignedDuration {
+        self.parts.wall.now().duration_since(self.parts.clock.now())
+    }
+
+    /// A time of the wall clock as the leases' clock has it.
+    fn of_leases(&self, time: Timestamp) -> Timestamp {
+        time.checked_sub(self.ahead()).unwrap_or(time)
+    }
+
+    /// What is not free, with the times that people's clocks show. Whole seconds, so that a time stays the same each time
+    /// it is asked for.
+    fn rows(&self) -> Vec<Row> {
+        let ahead = SignedDuration::from_secs(self.ahead().as_secs());
+        let shown = |time: Timestamp| time.checked_add(ahead).unwrap_or(time);
+        let mut rows = self.leases.snapshot();
+        for row in &mut rows {
+            (row.since, row.until) = (row.since.map(shown), row.until.map(shown));
+        }
+        rows
+    }
+
     /// The kernel forgets the pod before its address can be given to another.
-    fn forget(&mut self, address: Ipv4Addr) {
-        if let Some(map) = self.parts.map.as_mut()
+    fn forget(&mut self, lease: &PodLease) {
+        if let Some(address) = lease.addresses.ipv4
+            && let Some(map) = self.parts.map.as_mut()
             && let Err(reason) = map.remove(address)
         {
             tracing::warn!(%address, reason, "endpoint not removed at once; the reconciler does it");
@@ -478,7 +643,7 @@ impl Task {
         attachment: &Attachment,
         generation: u64,
         interface: Interface,
-        now: jiff::Timestamp,
+        now: Timestamp,
     ) -> Result<(), EndpointError> {
         let ifindex = interface.host_ifindex;
         // Checked before the datapath is told: a confirmation that is refused must leave no trace there.
@@ -497,19 +662,19 @@ impl Task {
 
     /// Publishes what others follow.
     fn publish(&self) {
-        let endpoints: BTreeMap<Ipv4Addr, EndpointEntry> = self
-            .leases
-            .pods()
-            .filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
-                (LeaseState::Confirmed { interface, .. }, Some(address)) => {
-                    Some((address, EndpointEntry { ifindex: interface.host_ifindex, no_masquerade: false }))
-                }
-                _ => None,
-            })
-            .collect();
-        self.parts.endpoints.publish(endpoints);
         let router = self.leases.router().ipv4.map(|address| (address, ())).into_iter().collect();
         self.parts.router.publish(router);
+        // Nothing is taken out of the datapath before it is known which pods there are without a record.
+        if !self.parts.network.peek().synced {
+            return;
+        }
+        let unrecorded = self.unrecorded().into_iter().map(|(address, (_, ifindex))| (address, ifindex));
+        let leased = self.leases.pods().filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
+            (LeaseState::Confirmed { interface, .. }, Some(address)) => Some((address, interface.host_ifindex)),
+            _ => None,
+        });
+        let entry = |(address, ifindex)| (address, EndpointEntry { ifindex, no_masquerade: false });
+        self.parts.endpoints.publish(unrecorded.chain(leased).map(entry).collect());
     }
 }
 

@@ -1,5 +1,6 @@
 //! Where this node's pods get their addresses from.
 
+use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::{NetworkRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::node::pod_cidr::contested;
@@ -22,14 +23,24 @@ pub struct Input<'a> {
 /// Follows the nodes and publishes the pool. A wait of this name says why there is none.
 pub const WAIT: &str = "pod CIDR";
 
+/// What the settings say of pod addresses.
+#[derive(Debug, Clone)]
+pub struct Configured {
+    /// `ipam`
+    pub mode: &'static str,
+    /// `cluster-pool-ipv4-cidr`; empty where only the operator is told.
+    pub ranges: Vec<Ipv4Net>,
+}
+
 /// Runs until dropped.
 pub async fn run(
     node: String,
-    mode: &'static str,
+    configured: Configured,
     mut peers: Reader<String, PeerRow>,
     mut network: Reader<(), NetworkRow>,
     pool: Arc<Table<(), PoolRow>>,
     waits: Waits,
+    findings: Findings,
 ) {
     loop {
         let peers_now = peers.synced().await;
@@ -41,16 +52,36 @@ pub async fn run(
             Some(_) => waits.end(WAIT),
             // A pool that was there stays: the object was deleted or emptied, and pods go on (`ipam` decision 11).
             None if !pool.snapshot().rows.is_empty() => waits.end(WAIT),
-            None => waits.begin(WAIT, waiting_for(mode, &node), None),
+            None => waits.begin(WAIT, waiting_for(configured.mode, &node), None),
         }
         if let Some(row) = planned {
             pool.publish(BTreeMap::from([((), row)]));
         }
+        let in_use = pool.snapshot().rows.get(&()).map(|row| row.pod_cidr);
+        findings.replace("pool", in_use.and_then(|pod_cidr| elsewhere(&node, pod_cidr, &configured.ranges)));
         tokio::select! {
             () = peers.changed() => {}
             () = network.changed() => {}
         }
     }
+}
+
+/// A node keeps its block when the ranges are changed (`ipam` 7.1, report 4); that is said, with the way out.
+fn elsewhere(node: &str, pod_cidr: Ipv4Net, ranges: &[Ipv4Net]) -> Option<Found> {
+    if ranges.is_empty() || ranges.iter().any(|range| range.contains(&pod_cidr)) {
+        return None;
+    }
+    let ranges: Vec<String> = ranges.iter().map(ToString::to_string).collect();
+    Some(Found {
+        reason: "pod-cidr-not-configured",
+        subject: pod_cidr.to_string(),
+        message: format!(
+            "cluster-pool-ipv4-cidr is {}, and this node is still on {pod_cidr}, because a node keeps its block while it may \
+             have pods; to renumber it, drain it, stop its agent, delete its CiliumNode {node:?} and node.json in \
+             state-dir, and start the agent again",
+            ranges.join(",")
+        ),
+    })
 }
 
 fn waiting_for(mode: &str, node: &str) -> String {
@@ -132,6 +163,16 @@ mod tests {
         let row = plan(&Input { node: "n1", peers: &peers, network: &network }).unwrap();
         assert_eq!(row, PoolRow { pod_cidr: "10.244.1.0/24".parse().unwrap(), blocked: None });
         assert_eq!(plan(&Input { node: "n3", peers: &peers, network: &network }), None);
+    }
+
+    #[test]
+    fn a_block_outside_of_the_configured_ranges_is_told_with_the_way_out() {
+        let net = |text: &str| text.parse::<Ipv4Net>().unwrap();
+        let block = net("10.244.1.0/24");
+        assert_eq!(elsewhere("n1", block, &[]), None);
+        assert_eq!(elsewhere("n1", block, &[net("10.99.0.0/16"), net("10.244.0.0/16")]), None);
+        let message = elsewhere("n1", block, &[net("10.99.0.0/16")]).unwrap().message;
+        assert!(message.contains("10.99.0.0/16") && message.contains("10.244.1.0/24") && message.contains("drain"));
     }
 
     #[test]

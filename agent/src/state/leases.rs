@@ -1,10 +1,10 @@
 //! Lease records, one file each, so that a write costs the same with one pod as with 250.
 
-use super::{SetAside, StateDir, StateError, make_dir, set_aside};
+use super::{SetAside, StateDir, StateError, make_dir, read_or_set_aside, replace, set_aside};
 use cistern_core::ipam::lease::{Change, Record, RecordKey};
 use sha2::{Digest, Sha256};
 use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// The directory of lease records.
 #[derive(Debug, Clone)]
@@ -13,14 +13,16 @@ pub struct LeaseFiles {
 }
 
 impl LeaseFiles {
-    /// Opens `leases` below the state directory.
+    /// Opens `leases` below the state directory. What else has that name is set aside.
     ///
     /// # Errors
     /// When it cannot be made.
-    pub fn open(state: &StateDir) -> Result<Self, StateError> {
+    pub fn open(state: &StateDir) -> Result<(Self, Option<SetAside>), StateError> {
         let directory = state.root().join("leases");
+        let in_place = directory.symlink_metadata().is_ok() && !directory.is_dir();
+        let aside = in_place.then(|| set_aside(&directory, "expected a directory".to_owned()));
         make_dir(&directory)?;
-        Ok(Self { directory })
+        Ok((Self { directory }, aside))
     }
 
     /// Every record, and the files that could not be read and were set aside. Half-written files of a killed process
@@ -29,37 +31,32 @@ impl LeaseFiles {
     /// # Errors
     /// When the directory cannot be read: then nothing is known, and nothing may be handed out.
     pub fn read(&self) -> Result<(Vec<Record>, Vec<SetAside>), StateError> {
-        let io = |action: &'static str, path: &Path| {
-            let path = path.to_owned();
-            move |source| StateError::Io { action, path, source }
-        };
+        let failed = |source| StateError::Io { action: "read", path: self.directory.clone(), source };
         let (mut records, mut aside) = (Vec::new(), Vec::new());
         let mut paths = Vec::new();
-        for entry in std::fs::read_dir(&self.directory).map_err(io("read", &self.directory))? {
-            paths.push(entry.map_err(io("read", &self.directory))?.path());
+        for entry in std::fs::read_dir(&self.directory).map_err(failed)? {
+            paths.push(entry.map_err(failed)?.path());
         }
         paths.sort();
         for path in paths {
             match path.extension().and_then(|extension| extension.to_str()) {
                 Some("json") => {}
                 Some("new") => {
-                    std::fs::remove_file(&path).map_err(io("remove", &path))?;
+                    // One that stays is overwritten by the next write of its record.
+                    if let Err(error) = std::fs::remove_file(&path) {
+                        tracing::warn!(path = %path.display(), %error, "a half-written record is not removed");
+                    }
                     continue;
                 }
                 _ => continue,
             }
-            let text = match std::fs::read_to_string(&path) {
-                Ok(text) => text,
-                Err(error) if error.kind() == ErrorKind::InvalidData => {
-                    aside.push(set_aside(&path, error.to_string())?);
-                    continue;
-                }
-                Err(error) => return Err(io("read", &path)(error)),
+            let parse = |bytes: &[u8]| {
+                let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
+                Record::from_json(text).map_err(|error| error.to_string())
             };
-            match Record::from_json(&text) {
-                Ok(record) => records.push(record),
-                Err(error) => aside.push(set_aside(&path, error.to_string())?),
-            }
+            let (record, set_aside) = read_or_set_aside(&path, parse);
+            records.extend(record);
+            aside.extend(set_aside);
         }
         Ok((records, aside))
     }
@@ -79,18 +76,12 @@ impl LeaseFiles {
         match change {
             Change::Put(record) => {
                 let path = self.path(&record.key());
-                let temporary = path.with_extension("new");
                 let text = record.to_json().map_err(|error| StateError::Io {
                     action: "encode",
                     path: path.clone(),
                     source: std::io::Error::other(error),
                 })?;
-                std::fs::write(&temporary, text).map_err(|source| StateError::Io {
-                    action: "write",
-                    path: temporary.clone(),
-                    source,
-                })?;
-                std::fs::rename(&temporary, &path).map_err(|source| StateError::Io { action: "rename", path, source })
+                replace(&path, text.as_bytes())
             }
             Change::Remove(key) => {
                 let path = self.path(key);
@@ -130,7 +121,7 @@ mod tests {
     #[test]
     fn records_survive_and_removed_ones_do_not() {
         let dir = tempfile::tempdir().unwrap();
-        let files = LeaseFiles::open(&StateDir::open(dir.path()).unwrap()).unwrap();
+        let files = LeaseFiles::open(&StateDir::open(dir.path()).unwrap()).unwrap().0;
         let (a, b) = (tombstone("a"), tombstone("../../b"));
         files.write(&[Change::Put(a.clone()), Change::Put(b.clone())]).unwrap();
         files.write(&[Change::Remove(a.key()), Change::Remove(a.key())]).unwrap();
@@ -140,7 +131,7 @@ mod tests {
     #[test]
     fn a_damaged_record_is_set_aside_and_the_others_are_read() {
         let dir = tempfile::tempdir().unwrap();
-        let files = LeaseFiles::open(&StateDir::open(dir.path()).unwrap()).unwrap();
+        let files = LeaseFiles::open(&StateDir::open(dir.path()).unwrap()).unwrap().0;
         files.write(&[Change::Put(tombstone("a")), Change::Put(tombstone("b"))]).unwrap();
         let broken = files.path(&tombstone("a").key());
         std::fs::write(&broken, "{\"format\": 99}").unwrap();

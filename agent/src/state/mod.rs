@@ -1,18 +1,19 @@
 //! What survives a restart of the agent: pod leases, the last inputs from the API, the last good ip-masq-agent list.
 //!
 //! Files are JSON, written under another name and renamed into place, without fsync (`ipam` decision 8): what a
-//! `kill -9` leaves is whole, and what a power cut loses had no network namespace any more. A file that cannot be read is
-//! set aside under another name and reported; it is never overwritten.
+//! `kill -9` leaves is whole, and what a power cut loses had no network namespace any more. A file that cannot be read,
+//! or that another version wrote, is set aside under another name and reported; it is never overwritten.
 
 mod leases;
 
 pub use leases::LeaseFiles;
 
+use jiff::Timestamp;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use std::io::{ErrorKind, Write};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -47,7 +48,7 @@ pub enum StateError {
 pub struct SetAside {
     /// Where it was.
     pub path: PathBuf,
-    /// Where it is now.
+    /// Where it is now; where it was, when the file system does not let it be renamed.
     pub kept_as: PathBuf,
     /// Why it could not be read.
     pub reason: String,
@@ -98,7 +99,12 @@ impl StateDir {
         let io = |action: &'static str, source: std::io::Error| StateError::Io { action, path: path.clone(), source };
         let mut told = false;
         loop {
-            let file = std::fs::File::create(&path).map_err(|source| io("create", source))?;
+            // One that is there is only read: the file system may have become read-only since.
+            let file = match std::fs::File::open(&path) {
+                Err(error) if error.kind() == ErrorKind::NotFound => std::fs::File::create(&path),
+                opened => opened,
+            };
+            let file = file.map_err(|source| io("create", source))?;
             match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => return Ok(DirLock { _lock: lock }),
                 Err((_, Errno::EWOULDBLOCK)) => {
@@ -113,13 +119,16 @@ impl StateDir {
         }
     }
 
-    /// Reads `name`. A file that is not there is none; one that cannot be understood is set aside and none, and the
-    /// report says where it went.
-    ///
-    /// # Errors
-    /// When the file is there and the file system does not let us read it or set it aside.
-    pub fn read<T: DeserializeOwned>(&self, name: &str) -> Result<(Option<T>, Option<SetAside>), StateError> {
-        read_or_set_aside(&self.root.join(name))
+    /// Reads `name`. A file that is not there is none; one that cannot be read or understood, or that has another
+    /// `format`, is set aside and none, and the report says where it went.
+    #[must_use]
+    pub fn read<T: DeserializeOwned>(&self, name: &str, format: Option<u32>) -> (Option<T>, Option<SetAside>) {
+        read_or_set_aside(&self.root.join(name), |bytes| {
+            if let Some(format) = format {
+                check_format(bytes, format)?;
+            }
+            serde_json::from_slice(bytes).map_err(|error| error.to_string())
+        })
     }
 
     /// Writes `name` and renames it into place.
@@ -164,19 +173,22 @@ impl BootMarker {
         self.path.exists()
     }
 
-    /// Says so.
+    /// What the wall clock of this boot's first agent read as the moment of the boot: the clock of leases counts from
+    /// there. None when there was no agent yet, or the marker does not say.
+    #[must_use]
+    pub fn began(&self) -> Option<Timestamp> {
+        std::fs::read_to_string(&self.path).ok()?.trim().parse().ok()
+    }
+
+    /// Says that what the reboot left is dealt with, and keeps the moment of the boot.
     ///
     /// # Errors
     /// When the marker cannot be made.
-    pub fn set(&self) -> Result<(), StateError> {
+    pub fn set(&self, began: Timestamp) -> Result<(), StateError> {
         if let Some(directory) = self.path.parent() {
             make_dir(directory)?;
         }
-        std::fs::File::create(&self.path).map(|_| ()).map_err(|source| StateError::Io {
-            action: "create",
-            path: self.path.clone(),
-            source,
-        })
+        replace(&self.path, began.to_string().as_bytes())
     }
 }
 
@@ -184,20 +196,34 @@ fn make_dir(path: &Path) -> Result<(), StateError> {
     std::fs::create_dir_all(path).map_err(|source| StateError::Io { action: "create", path: path.to_owned(), source })
 }
 
-fn read_or_set_aside<T: DeserializeOwned>(path: &Path) -> Result<(Option<T>, Option<SetAside>), StateError> {
-    let bytes = match std::fs::read(path) {
-        Ok(bytes) => bytes,
-        Err(source) if source.kind() == ErrorKind::NotFound => return Ok((None, None)),
-        Err(source) => return Err(StateError::Io { action: "read", path: path.to_owned(), source }),
+/// The format is read first: fields of another format are not judged by the rules of this one.
+fn check_format(bytes: &[u8], expected: u32) -> Result<(), String> {
+    #[derive(serde::Deserialize)]
+    struct Head {
+        format: u32,
+    }
+    let Head { format } = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    if format == expected {
+        return Ok(());
+    }
+    Err(format!("it has format {format}; this version reads format {expected}"))
+}
+
+/// Reads a file by `parse`. Whatever is there and cannot be read, a directory too, is set aside.
+fn read_or_set_aside<T>(path: &Path, parse: impl FnOnce(&[u8]) -> Result<T, String>) -> (Option<T>, Option<SetAside>) {
+    let value = match std::fs::read(path) {
+        Err(source) if source.kind() == ErrorKind::NotFound => return (None, None),
+        Err(source) => Err(source.to_string()),
+        Ok(bytes) => parse(&bytes),
     };
-    match serde_json::from_slice(&bytes) {
-        Ok(value) => Ok((Some(value), None)),
-        Err(error) => Ok((None, Some(set_aside(path, error.to_string())?))),
+    match value {
+        Ok(value) => (Some(value), None),
+        Err(reason) => (None, Some(set_aside(path, reason))),
     }
 }
 
-/// Renames a file to the first free `NAME.unreadable-N`.
-fn set_aside(path: &Path, reason: String) -> Result<SetAside, StateError> {
+/// Renames what is at `path` to the first free `NAME.unreadable-N`.
+fn set_aside(path: &Path, reason: String) -> SetAside {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let mut number = 1_u32;
     let kept_as = loop {
@@ -207,25 +233,36 @@ fn set_aside(path: &Path, reason: String) -> Result<SetAside, StateError> {
         }
         number += 1;
     };
-    std::fs::rename(path, &kept_as).map_err(|source| StateError::Io {
-        action: "set aside",
-        path: path.to_owned(),
-        source,
-    })?;
-    Ok(SetAside { path: path.to_owned(), kept_as, reason })
+    match std::fs::rename(path, &kept_as) {
+        Ok(()) => SetAside { path: path.to_owned(), kept_as, reason },
+        // Where nothing can be renamed, nothing can be overwritten either.
+        Err(error) => {
+            let reason = format!("{reason}; nor can it be renamed: {error}");
+            SetAside { path: path.to_owned(), kept_as: path.to_owned(), reason }
+        }
+    }
 }
 
-fn write_renamed<T: Serialize>(path: &Path, value: &T) -> Result<(), StateError> {
-    let bytes = serde_json::to_vec(value).map_err(|source| StateError::Encode { path: path.to_owned(), source })?;
+/// Writes a file under another name and renames it into place. Nothing is left of one that could not be written whole.
+fn replace(path: &Path, bytes: &[u8]) -> Result<(), StateError> {
     let temporary = path.with_extension("new");
     let io = |action: &'static str, path: &Path| {
         let path = path.to_owned();
         move |source| StateError::Io { action, path, source }
     };
-    let mut file = std::fs::File::create(&temporary).map_err(io("write", &temporary))?;
-    file.write_all(&bytes).map_err(io("write", &temporary))?;
-    drop(file);
-    std::fs::rename(&temporary, path).map_err(io("rename", path))
+    let written = std::fs::write(&temporary, bytes)
+        .map_err(io("write", &temporary))
+        .and_then(|()| std::fs::rename(&temporary, path).map_err(io("rename", path)));
+    if written.is_err() {
+        // On a full disk even an empty one takes space.
+        let _ = std::fs::remove_file(&temporary);
+    }
+    written
+}
+
+fn write_renamed<T: Serialize>(path: &Path, value: &T) -> Result<(), StateError> {
+    let bytes = serde_json::to_vec(value).map_err(|source| StateError::Encode { path: path.to_owned(), source })?;
+    replace(path, &bytes)
 }
 
 #[cfg(test)]
@@ -236,19 +273,22 @@ mod tests {
     fn what_is_written_is_read_again() {
         let dir = tempfile::tempdir().unwrap();
         let state = StateDir::open(dir.path().join("state")).unwrap();
-        assert_eq!(state.read::<u32>("node.json").unwrap(), (None, None));
+        assert_eq!(state.read::<u32>("node.json", None), (None, None));
         state.write("node.json", &7_u32).unwrap();
-        assert_eq!(state.read::<u32>("node.json").unwrap(), (Some(7), None));
+        assert_eq!(state.read::<u32>("node.json", None), (Some(7), None));
     }
 
     #[test]
     fn the_marker_is_there_once_it_was_set() {
         let dir = tempfile::tempdir().unwrap();
         let marker = BootMarker::new(&dir.path().join("run"));
-        assert!(!marker.is_set());
-        marker.set().unwrap();
-        marker.set().unwrap();
-        assert!(marker.is_set());
+        assert_eq!((marker.is_set(), marker.began()), (false, None));
+        let began = "2026-01-01T00:00:00.25Z".parse().unwrap();
+        marker.set(began).unwrap();
+        marker.set(began).unwrap();
+        assert_eq!((marker.is_set(), marker.began()), (true, Some(began)));
+        std::fs::write(dir.path().join("run/boot"), "").unwrap();
+        assert_eq!((marker.is_set(), marker.began()), (true, None), "as an earlier version wrote it");
     }
 
     #[tokio::test(start_paused = true)]
@@ -268,13 +308,31 @@ mod tests {
         let state = StateDir::open(dir.path()).unwrap();
         for number in 1..=2 {
             std::fs::write(dir.path().join("node.json"), b"{\"half\": ").unwrap();
-            let (value, aside) = state.read::<u32>("node.json").unwrap();
+            let (value, aside) = state.read::<u32>("node.json", None);
             let aside = aside.unwrap();
             assert_eq!(value, None);
             assert!(aside.kept_as.ends_with(format!("node.json.unreadable-{number}")));
             assert_eq!(std::fs::read(aside.kept_as).unwrap(), b"{\"half\": ");
         }
         assert!(!dir.path().join("node.json").exists());
+    }
+
+    #[test]
+    fn a_directory_and_another_format_are_set_aside_too() {
+        #[derive(Debug, PartialEq, serde::Deserialize)]
+        struct Value {
+            format: u32,
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let state = StateDir::open(dir.path()).unwrap();
+        std::fs::create_dir(dir.path().join("node.json")).unwrap();
+        let (value, aside) = state.read::<Value>("node.json", Some(1));
+        assert!(value.is_none() && aside.unwrap().kept_as.is_dir());
+        std::fs::write(dir.path().join("node.json"), r#"{"format":2,"other":[]}"#).unwrap();
+        let (value, aside) = state.read::<Value>("node.json", Some(1));
+        assert!(value.is_none() && aside.unwrap().reason.contains("format 2"));
+        std::fs::write(dir.path().join("node.json"), r#"{"format":1}"#).unwrap();
+        assert_eq!(state.read("node.json", Some(1)), (Some(Value { format: 1 }), None));
     }
 
     #[test]
@@ -285,6 +343,6 @@ mod tests {
         // A directory where the temporary file must go makes the write fail before the rename.
         std::fs::create_dir(dir.path().join("node.new")).unwrap();
         assert!(state.write("node.json", &2_u32).is_err());
-        assert_eq!(state.read::<u32>("node.json").unwrap(), (Some(1), None));
+        assert_eq!(state.read::<u32>("node.json", None), (Some(1), None));
     }
 }

@@ -3,6 +3,7 @@
 //! A table is a snapshot behind a `watch` channel: readers see the latest rows and never queue. Each table has one
 //! writer. Rows live in a `BTreeMap`, so that plans made from them are deterministic.
 
+pub mod findings;
 pub mod rows;
 mod waits;
 

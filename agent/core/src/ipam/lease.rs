@@ -14,6 +14,17 @@
 //!    └────────────── Quarantined ◄─────────────────┘
 //! ```
 //!
+//! # How long an address can be away that nobody holds
+//! Each of these ends by itself, over restarts and reboots too: a waiting is on disk, and counted by a clock that no
+//! change of the wall clock moves.
+//!
+//! | after | free within |
+//! |---|---|
+//! | DEL, GC, supersession | 30 s ([`Timings::quarantine`]); at once when nothing else is left |
+//! | an ADD that was never finished | 10 min 30 s ([`Timings::provisional`], then the quarantine) |
+//! | a pod that vanished without DEL | 7 min 30 s (see [`super::audit`], then the quarantine) |
+//! | a reboot | 30 s from the agent's start |
+//!
 //! A lease is given back by its attachment (container ID and interface name) and by nothing else, so a late or
 //! repeated DEL can never take an address from the pod that has it now. Leases made through the calls that Cilium's
 //! API also has are kept apart ([`OwnerLease`]): those calls see no others.
@@ -285,6 +296,29 @@ impl Record {
         }
     }
 
+    /// Adjusts the end of what the record waits for to the clock of now, and says whether that changed anything. A
+    /// waiting never gets longer than its whole time, whatever the record says.
+    fn wait_again(&mut self, timings: &Timings, times: RecordTimes, now: Timestamp) -> bool {
+        let (since, until, whole) = match self {
+            Self::Pod(PodLease { state: LeaseState::Provisional { since, expires }, .. }) => {
+                (since, expires, timings.provisional)
+            }
+            Self::Owner(OwnerLease { since, expiration: Some(expiration), .. }) => {
+                (since, &mut expiration.at, timings.provisional)
+            }
+            Self::Tombstone(Tombstone { since, until, .. }) => (since, until, timings.tombstone),
+            Self::Quarantine(Quarantine { since, until, .. }) => (since, until, timings.quarantine),
+            Self::Pod(_) | Self::Owner(_) | Self::Router(_) => return false,
+        };
+        let before = (*since, *until);
+        *since = before.0.min(now);
+        *until = match times {
+            RecordTimes::Continue => before.1.min(later(now, whole)),
+            RecordTimes::BeginAnew => later(now, whole),
+        };
+        before != (*since, *until)
+    }
+
     /// The record as one line of JSON, with its [`FORMAT`].
     ///
     /// # Errors
@@ -321,10 +355,92 @@ pub enum Change {
     Remove(RecordKey),
 }
 
+impl Change {
+    /// The key of the record that it is about.
+    #[must_use]
+    pub fn key(&self) -> RecordKey {
+        match self {
+            Self::Put(record) => record.key(),
+            Self::Remove(key) => key.clone(),
+        }
+    }
+}
+
+/// Changes that the state machine has made and that are not on disk yet: those of a call, and what a disk that refused
+/// (because it is full, say) still owes.
+///
+/// It never holds more than one change for what there is: a later one for the same key takes the place of the earlier.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Owed(Vec<Change>);
+
+impl Owed {
+    /// Adds the changes of a call.
+    pub fn extend(&mut self, changes: Vec<Change>) {
+        if !self.0.is_empty() {
+            let keys: BTreeSet<RecordKey> = changes.iter().map(Change::key).collect();
+            self.0.retain(|owed| !keys.contains(&owed.key()));
+        }
+        self.0.extend(changes);
+    }
+
+    /// Writes what is owed, in its order. When the disk refuses a record, what is to be removed is removed all the same:
+    /// a removal needs no space, and makes some, with which the records are tried once more. So a DEL works while the
+    /// disk is full. All that a crash can lose by that order is the rest of an address between two pods, and what was
+    /// never answered.
+    ///
+    /// # Errors
+    /// The first refusal. What is not written stays owed.
+    pub fn write<E>(&mut self, mut write: impl FnMut(&Change) -> Result<(), E>) -> Result<(), E> {
+        loop {
+            let (mut refused, mut removed) = (None, false);
+            for change in std::mem::take(&mut self.0) {
+                if refused.is_some() && matches!(change, Change::Put(_)) {
+                    self.0.push(change);
+                    continue;
+                }
+                match write(&change) {
+                    Ok(()) if refused.is_some() => {
+                        removed = true;
+                        let key = change.key();
+                        self.0.retain(|owed| owed.key() != key);
+                    }
+                    Ok(()) => {}
+                    Err(error) => {
+                        refused.get_or_insert(error);
+                        self.0.push(change);
+                    }
+                }
+            }
+            match refused {
+                None => return Ok(()),
+                Some(error) if !removed => return Err(error),
+                Some(_) => {}
+            }
+        }
+    }
+
+    /// Whether nothing is owed.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// How many changes are owed.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether what is on disk under this key is not as it should be.
+    #[must_use]
+    pub fn owes(&self, key: &RecordKey) -> bool {
+        self.0.iter().any(|change| change.key() == *key)
+    }
+}
+
 /// An answer, and what must be durable before it leaves.
 ///
-/// Changes that could not be written stay owed: they are written before those of the next call, since this state
-/// machine has made them already.
+/// Changes that could not be written stay owed ([`Owed`]), since this state machine has made them already.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use = "the changes must be written before the answer leaves"]
 pub struct Outcome<T> {
@@ -353,6 +469,20 @@ impl Default for Timings {
             tombstone: Duration::from_secs(60),
         }
     }
+}
+
+/// How the time that [`Leases`] is given relates to the times in its records.
+///
+/// The clock of leases only ever goes forward while the machine is up (`clock` of the agent), whatever becomes of the
+/// wall clock. It cannot be carried over a reboot: how long the machine was off is told by the wall clock alone, which
+/// may be years behind until the network is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecordTimes {
+    /// The records were written by this clock: what was left to wait is left now.
+    Continue,
+    /// They were written by another clock, and how long ago is unknown: every waiting begins anew, with its whole time.
+    /// So none ends early, and none takes longer than its time from here on.
+    BeginAnew,
 }
 
 /// An address of the pod CIDR that no pod may have.
@@ -731,6 +861,7 @@ impl Leases {
         records: impl IntoIterator<Item = Record>,
         timings: Timings,
         network: Network,
+        times: RecordTimes,
         now: Timestamp,
         draw: u64,
     ) -> Restored {
@@ -749,7 +880,10 @@ impl Leases {
         let mut findings = Vec::new();
         let mut changes = Vec::new();
         let mut holders: Vec<Record> = Vec::new();
-        for record in records {
+        for mut record in records {
+            if record.wait_again(&timings, times, now) {
+                changes.push(Change::Put(record.clone()));
+            }
             match record {
                 Record::Pod(lease) => {
                     leases.generation = leases.generation.max(lease.generation);
@@ -759,14 +893,11 @@ impl Leases {
                     leases.generation = leases.generation.max(lease.generation);
                     holders.push(Record::Owner(lease));
                 }
-                Record::Tombstone(mut tombstone) => {
-                    tombstone.until = tombstone.until.min(later(now, timings.tombstone));
+                Record::Tombstone(tombstone) => {
                     leases.tombstones.insert(tombstone.attachment.clone(), tombstone);
                 }
-                Record::Quarantine(mut quarantine) => {
+                Record::Quarantine(quarantine) => {
                     leases.generation = leases.generation.max(quarantine.generation);
-                    // A clock that was set back must not keep an address away for longer than the rest itself.
-                    quarantine.until = quarantine.until.min(later(now, timings.quarantine));
                     leases.resting.insert(quarantine.address, quarantine);
                 }
                 Record::Router(router) => {
@@ -774,7 +905,7 @@ impl Leases {
                 }
             }
         }
-        leases.restore_holders(holders, now, &mut findings, &mut changes);
+        leases.restore_holders(holders, &mut findings, &mut changes);
         let mut outcome = leases.set_network(network, now, draw);
         findings.append(&mut outcome.answer);
         changes.append(&mut outcome.changes);
@@ -782,13 +913,7 @@ impl Leases {
     }
 
     /// The youngest lease of an address wins; an address with a holder does not rest.
-    fn restore_holders(
-        &mut self,
-        mut holders: Vec<Record>,
-        now: Timestamp,
-        findings: &mut Vec<Finding>,
-        changes: &mut Vec<Change>,
-    ) {
+    fn restore_holders(&mut self, mut holders: Vec<Record>, findings: &mut Vec<Finding>, changes: &mut Vec<Change>) {
         let generation = |record: &Record| match record {
             Record::Pod(lease) => lease.generation,
             Record::Owner(lease) => lease.generation,
@@ -815,16 +940,10 @@ impl Leases {
                 }
             }
             match record {
-                Record::Pod(mut lease) => {
-                    if let LeaseState::Provisional { expires, .. } = &mut lease.state {
-                        *expires = (*expires).min(later(now, self.timings.provisional));
-                    }
+                Record::Pod(lease) => {
                     self.pods.insert(lease.attachment.clone(), lease);
                 }
-                Record::Owner(mut lease) => {
-                    if let Some(expiration) = &mut lease.expiration {
-                        expiration.at = expiration.at.min(later(now, self.timings.provisional));
-                    }
+                Record::Owner(lease) => {
                     self.owners.insert((lease.pool.clone(), lease.address), lease);
                 }
                 _ => {}
@@ -1153,6 +1272,12 @@ impl Leases {
     /// while a runtime is at work, a namespace may be missing for other reasons.
     pub fn drop_gone(&mut self, netns_exists: impl Fn(&str) -> bool, now: Timestamp) -> Outcome<Vec<PodLease>> {
         self.end_all(|lease| !netns_exists(&lease.netns), now)
+    }
+
+    /// Ends confirmed leases that an audit found to be nobody's, each with the generation that was looked at.
+    pub fn end_lost(&mut self, lost: &[(Attachment, u64)], now: Timestamp) -> Outcome<Vec<PodLease>> {
+        let is_lost = |lease: &PodLease| lost.iter().any(|(a, g)| *a == lease.attachment && *g == lease.generation);
+        self.end_all(|lease| matches!(lease.state, LeaseState::Confirmed { .. }) && is_lost(lease), now)
     }
 
     fn end_all(&mut self, ended: impl Fn(&PodLease) -> bool, now: Timestamp) -> Outcome<Vec<PodLease>> {

@@ -5,7 +5,10 @@
 //! | [`cluster`] | blocks: which node has which pod CIDR |
 //! | [`node`] | addresses of this node's pod CIDR |
 //! | [`lease`] | who holds an address of this node, since when, and whether that is final |
+//! | [`audit`] | whether the leases agree with the namespaces and devices that exist |
 //! | [`explain`] | why an address or a node is as it is, in words |
+
+pub mod audit;
 pub mod cluster;
 pub mod explain;
 pub mod lease;

@@ -18,6 +18,7 @@ use cistern::app::targets::{DatapathTargets, Targets, target};
 use cistern::controllers::endpoint::{EndpointMap, LeaseStore};
 use cistern::reconciler::Operations;
 use cistern::tables::rows::{LinkRow, NetworkRow, RouteRow, RouteTarget};
+use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{Change, Record, RecordKey};
 use cistern_core::masquerade::plan::{AttachmentEntry, DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
 use cistern_core::reconcile::{Classify, ErrorClass};
@@ -157,6 +158,7 @@ pub(super) struct Machine {
     attachments: Rows<u32, AttachmentEntry>,
     records: Rows<RecordKey, Record>,
     namespaces: Arc<Mutex<BTreeSet<String>>>,
+    rebooted: AtomicBool,
     faults: Arc<Mutex<Faults>>,
 }
 
@@ -165,7 +167,9 @@ pub(super) struct Grasp {
     pub(super) targets: Targets,
     pub(super) leases: Vec<Record>,
     pub(super) lease_store: Box<dyn LeaseStore>,
-    pub(super) netns_exists: Box<dyn Fn(&str) -> bool + Send>,
+    pub(super) namespace: Box<dyn Fn(&str) -> Namespace + Send>,
+    /// The machine was rebooted since the last agent.
+    pub(super) rebooted: bool,
     /// False: nothing that the agent does arrives at the machine any more.
     pub(super) alive: Arc<AtomicBool>,
 }
@@ -185,6 +189,7 @@ impl Machine {
             attachments: Rows::default(),
             records: Rows::default(),
             namespaces: Arc::default(),
+            rebooted: AtomicBool::new(false),
             faults: Arc::new(Mutex::new(Faults { percent, random: SmallRng::seed_from_u64(seed) })),
         })
     }
@@ -202,6 +207,19 @@ impl Machine {
         } else {
             namespaces.remove(path)
         };
+    }
+
+    /// Empties what a reboot empties: the kernel and `/run`. What is on disk stays.
+    pub(super) fn reboot(&self) {
+        lock(&self.routes).clear();
+        lock(&self.router).clear();
+        lock(&self.excluded).clear();
+        lock(&self.endpoints).clear();
+        lock(&self.devices).clear();
+        lock(&self.settings).clear();
+        lock(&self.attachments).clear();
+        lock(&self.namespaces).clear();
+        self.rebooted.store(true, Ordering::Relaxed);
     }
 
     /// Hands the machine to an agent that starts.
@@ -239,7 +257,12 @@ impl Machine {
             targets,
             leases: lock(&self.records).values().cloned().collect(),
             lease_store: Box::new(MemoryLeases { records: Arc::clone(&self.records), gate }),
-            netns_exists: Box::new(move |path| lock(&namespaces).contains(path)),
+            namespace: Box::new(
+                move |path| {
+                    if lock(&namespaces).contains(path) { Namespace::There } else { Namespace::Gone }
+                },
+            ),
+            rebooted: self.rebooted.swap(false, Ordering::Relaxed),
             alive,
         }
     }

@@ -13,6 +13,7 @@ use cistern::app::operator_role::{self, Operator};
 use cistern::clock::Clock;
 use cistern::kubernetes::client::Client;
 use cistern::state::StateDir;
+use cistern_core::ipam::lease::RecordTimes;
 use cistern_core::settings::{Command, Directory, Layers, Settings};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -137,6 +138,14 @@ impl World {
         Ok(())
     }
 
+    /// Reboots a machine whose agent does not run.
+    pub(super) fn reboot(&self, name: &str) -> Result<(), String> {
+        if self.roles.contains_key(&("agent".to_owned(), name.to_owned())) {
+            return Err(format!("agent {name} runs: agent/kill comes first"));
+        }
+        self.machine(name).map(Machine::reboot)
+    }
+
     pub(super) fn machine(&self, name: &str) -> Result<&Machine, String> {
         self.machines.get(name).ok_or_else(|| format!("there is no machine {name}: machine/add comes first"))
     }
@@ -170,8 +179,12 @@ impl World {
             state: StateDir::open(machine.state.path()).map_err(|error| error.to_string())?,
             leases: grasp.leases,
             lease_store: grasp.lease_store,
-            rebooted: false,
-            netns_exists: grasp.netns_exists,
+            lease_clock: shared.clock,
+            rebooted: grasp.rebooted,
+            times: if grasp.rebooted { RecordTimes::BeginAnew } else { RecordTimes::Continue },
+            namespace: grasp.namespace,
+            host_side: Box::new(|attachment| format!("cst-{}", attachment.container_id)),
+            remove_device: Box::new(|_| Ok(())),
             draw: Box::new(move || draws.random()),
             maps: None,
             reserved_ports: Vec::new(),

@@ -34,6 +34,12 @@ pub(super) fn add_machines(world: &mut World, names: &[&str]) -> Outcome {
     Ok(silent())
 }
 
+pub(super) fn reboot(world: &World, arguments: &[&str]) -> Outcome {
+    let [name] = exactly(arguments, "machine/reboot NAME")?;
+    world.reboot(name)?;
+    Ok(silent())
+}
+
 /// Asks for an address and prints it. The container's namespace is made with it.
 pub(super) async fn add(world: &mut World, arguments: &[&str]) -> Outcome {
     let [node, container] = exactly(arguments, "cni/add NODE CONTAINER")?;

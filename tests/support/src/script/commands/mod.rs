@@ -74,6 +74,7 @@ pub(super) async fn run(world: &mut World, words: &[String]) -> Outcome {
         "node/add" => kubernetes::add_nodes(world, arguments),
 
         "machine/add" => agent::add_machines(world, arguments),
+        "machine/reboot" => agent::reboot(world, arguments),
         "cni/add" => agent::add(world, arguments).await,
         "cni/confirm" => agent::confirm(world, arguments).await,
         "cni/del" => agent::del(world, arguments).await,
