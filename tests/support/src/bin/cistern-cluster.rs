@@ -4,6 +4,7 @@ use anyhow::{Context, Result, bail};
 use cistern_tests::cluster::{self, Cluster, Cni, Daemon, Ipam, Machine, Spec, binaries::Binaries, minor_release};
 use clap::{Args, Parser, Subcommand};
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Command as Program, ExitCode};
 
 /// A real Kubernetes cluster of real parts on this machine, without containers around it (as root).
@@ -66,6 +67,12 @@ struct Up {
     /// Who gives nodes their blocks of pod addresses
     #[arg(long, value_enum, default_value_t = Spec::default().ipam)]
     ipam: Ipam,
+    /// Cistern's image: a file in the OCI format
+    #[arg(long, value_name = "FILE")]
+    image: Option<PathBuf>,
+    /// Value for Cistern's chart, besides those that the cluster needs
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
 }
 
 #[derive(Args)]
@@ -74,11 +81,16 @@ struct Rest {
     arguments: Vec<String>,
 }
 
-fn main() -> Result<ExitCode> {
-    match Arguments::parse().command {
-        Command::Up(Up { nodes, kubernetes, cni, ipam }) => {
-            Cluster::up(&Spec { nodes, kubernetes, cni, ipam })?;
-        }
+fn main() -> ExitCode {
+    run(Arguments::parse().command).unwrap_or_else(|error| {
+        eprintln!("cluster: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Up(options) => return up(options),
         Command::Down => println!("{}", if cluster::down()? { "the cluster is gone" } else { "there was no cluster" }),
         Command::Status => return status(&Cluster::open()?),
         Command::Kubectl(Rest { arguments }) => become_program(Cluster::open()?.client("kubectl")?.args(arguments))?,
@@ -97,6 +109,23 @@ fn main() -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn up(Up { nodes, kubernetes, cni, ipam, image, set }: Up) -> Result<ExitCode> {
+    if cni == Cni::Cistern && image.is_none() {
+        bail!("--image is missing: expected the archive with Cistern's image, or another --cni");
+    }
+    let cluster = Cluster::up(&Spec { nodes, kubernetes, cni, ipam })?;
+    if cni == Cni::Cistern
+        && let Some(image) = image
+    {
+        cluster.load(image.to_str().context("the image's path is not UTF-8")?)?;
+        cluster.install_cistern(&set)?;
+    }
+    if cni != Cni::None {
+        cluster.wait_ready()?;
+    }
+    status(&cluster)
 }
 
 /// Runs a program in place of this one; returns only when that fails.

@@ -3,8 +3,9 @@
 use super::daemon::{self, PKI};
 use super::images::COREDNS_IMAGE;
 use super::pki::{Authority, Subject, kubeconfig};
-use super::spec::{CONTROL, CONTROL_NAME, Cni, DNS_SERVICE, KUBERNETES_SERVICE, Spec, node_address};
-use super::{Cluster, say, wait_for};
+use super::spec::{CONTROL, CONTROL_NAME, DNS_SERVICE, KUBERNETES_SERVICE, POD_NETWORK, Spec, node_address};
+use super::{Cluster, wait_for};
+use crate::lab::output;
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fs;
@@ -98,22 +99,41 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).with_context(|| format!("read {}", path.display()))
 }
 
-/// Waits until the nodes are what they can be, with CoreDNS and the pods' network.
-pub(super) fn finish(cluster: &Cluster) -> Result<()> {
+/// Waits until the nodes have registered, and asks for CoreDNS.
+pub(super) fn register(cluster: &Cluster) -> Result<()> {
+    cluster.wait_for_api()?;
     let dns = Path::new(env!("CARGO_MANIFEST_DIR")).join("kubernetes/coredns.yaml");
     let manifests = String::from_utf8(read(&dns)?)?;
     cluster
         .apply(&manifests.replace("COREDNS_IMAGE", COREDNS_IMAGE).replace("DNS_SERVICE", &DNS_SERVICE.to_string()))?;
-    let names = cluster.spec().node_names()?;
-    wait_for("the nodes to register", || Ok(cluster.node_conditions()?.len() >= names.len()))?;
-    if cluster.spec().cni == Cni::None {
-        say(format_args!("{} nodes registered; they stay NotReady without a network for pods", names.len()));
-        return Ok(());
+    let wanted = cluster.spec().node_names()?.len();
+    wait_for("the nodes to register", || Ok(cluster.node_conditions()?.len() >= wanted))
+}
+
+/// Installs or upgrades Cistern by its chart, and waits until all of it is ready.
+pub(super) fn cistern(cluster: &Cluster, values: &[String]) -> Result<()> {
+    let chart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts/cistern");
+    let mut helm = cluster.client("helm")?;
+    helm.args(["upgrade", "--install", "cistern"]).arg(chart);
+    helm.args(["--namespace", "kube-system", "--wait", "--timeout", "120s"]);
+    let own = [
+        format!("ipam.mode={}", cluster.spec().ipam.mode()),
+        format!("ipam.operator.clusterPoolIPv4PodCIDRList={{{POD_NETWORK}}}"),
+        // The nodes share a network, and nobody else knows the way to a pod.
+        "autoDirectNodeRoutes=true".to_owned(),
+    ];
+    for value in own.iter().chain(values) {
+        helm.args(["--set", value]);
     }
+    output(&mut helm, "helm upgrade --install cistern").map(drop)
+}
+
+/// Waits until the nodes are Ready and names can be resolved.
+pub(super) fn wait_ready(cluster: &Cluster) -> Result<()> {
     wait_for("the nodes to be Ready", || Ok(cluster.node_conditions()?.iter().all(|(_, ready)| *ready)))?;
-    cluster.kubectl(&["--namespace", "kube-system", "rollout", "status", "deployment/coredns", "--timeout=60s"])?;
-    say(format_args!("{} nodes Ready", names.len()));
-    Ok(())
+    cluster
+        .kubectl(&["--namespace", "kube-system", "rollout", "status", "deployment/coredns", "--timeout=60s"])
+        .map(drop)
 }
 
 /// Each registered node and whether it is Ready.

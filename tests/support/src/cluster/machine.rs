@@ -16,6 +16,8 @@ use std::process::{Command, Stdio};
 
 /// The control group of the process that holds a machine's namespaces.
 const HOLDER: &str = "holder";
+/// The control group of what is run on it and is no daemon.
+const COMMANDS: &str = "commands";
 
 /// There once everything of a machine is set up, until it is switched off.
 const READY: &str = "/run/cistern-cluster-ready";
@@ -104,8 +106,10 @@ impl Machine {
     }
 
     fn enter(&self, namespaces: &[&str], program: &Path) -> Result<Command> {
-        let mut command = Command::new("nsenter");
-        command.args(["--target", &self.id()?.to_string()]).args(namespaces).arg("--").arg(program);
+        // In the machine's group, so that it ends with the machine.
+        let procs = cgroup::make_daemon(&self.name, COMMANDS)?;
+        let mut command = in_group(&procs);
+        command.args(["nsenter", "--target", &self.id()?.to_string()]).args(namespaces).arg("--").arg(program);
         command.env("PATH", &self.path);
         Ok(command)
     }
@@ -204,8 +208,20 @@ impl Machine {
             echo ready
             exec sleep infinity >/dev/null 2>&1"
         );
-        let mut child = in_group(&cgroup::make_daemon(name, HOLDER)?, "unshare")
-            .args(["--net", "--mount", "--uts", "--propagation", "private", "--", "sh", "-c", &script])
+        let mut child = in_group(&cgroup::make_daemon(name, HOLDER)?)
+            .args([
+                "setsid",
+                "unshare",
+                "--net",
+                "--mount",
+                "--uts",
+                "--propagation",
+                "private",
+                "--",
+                "sh",
+                "-c",
+                &script,
+            ])
             .current_dir("/")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -289,8 +305,8 @@ impl Machine {
         let log = self.log(daemon);
         let output = fs::OpenOptions::new().create(true).append(true).open(&log);
         let output = output.with_context(|| format!("open {}", log.display()))?;
-        let mut child = in_group(&cgroup::make_daemon(&self.name, daemon.name())?, "nsenter")
-            .args(["--target", &self.id()?.to_string(), "--net", "--mount", "--uts", "--"])
+        let mut child = in_group(&cgroup::make_daemon(&self.name, daemon.name())?)
+            .args(["setsid", "nsenter", "--target", &self.id()?.to_string(), "--net", "--mount", "--uts", "--"])
             .arg(program)
             .args(arguments)
             .current_dir("/")
@@ -351,9 +367,9 @@ impl Machine {
     }
 }
 
-/// A command that is in a control group before it starts, and does not end with the terminal.
-fn in_group(procs: &Path, program: &str) -> Command {
+/// A command, given as arguments, that is in a control group before it starts.
+fn in_group(procs: &Path) -> Command {
     let mut command = Command::new("sh");
-    command.args(["-c", "echo $$ >\"$0\" && exec setsid \"$@\""]).arg(procs).arg(program);
+    command.args(["-c", "echo $$ >\"$0\" && exec \"$@\""]).arg(procs);
     command
 }

@@ -21,6 +21,9 @@
 //! # use cistern_tests::cluster::{Cluster, Daemon, Spec};
 //! # fn main() -> anyhow::Result<()> {
 //! let cluster = Cluster::up(&Spec::default())?;
+//! cluster.load("target/image/cistern.tar")?;
+//! cluster.install_cistern(&[])?;
+//! cluster.wait_ready()?;
 //! cluster.kubectl(&["get", "nodes"])?;
 //! let node = cluster.machine("node-1")?;
 //! node.kill(Daemon::Kubelet)?;
@@ -72,7 +75,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Brings up what is missing of a cluster, and returns when its nodes are as ready as `spec` makes them.
+    /// Brings up what is missing of a cluster, and returns when its nodes have registered. They become Ready by
+    /// themselves with [`Cni::Reference`], and by [`Cluster::install_cistern`] with [`Cni::Cistern`].
     ///
     /// # Errors
     /// When the caller is not root, a cluster of another kind is up, or a part does not come up.
@@ -121,6 +125,8 @@ impl Cluster {
                     self.switch_on(&name)?;
                     self.start(&name, Daemon::Containerd)?;
                     self.load_missing(&name, images)?;
+                    // A kubelet that is refused waits longer each time.
+                    self.wait_for_api()?;
                     self.power_on(&name)
                 })
             });
@@ -129,7 +135,7 @@ impl Cluster {
                 .try_for_each(|thread| thread.join().unwrap_or_else(|_| bail!("a thread panicked")))
         })?;
         say(format_args!("control plane and {} nodes started", self.spec.nodes));
-        install::finish(self)
+        install::register(self)
     }
 
     /// Gives a node the images that it misses.
@@ -233,14 +239,14 @@ impl Cluster {
         self.machine(name)?.power_on(&setup, &files, Some(&self.router()))
     }
 
-    /// Starts a daemon of a machine, unless it runs; containerd answers when this returns. Those that talk to the API
-    /// server are started when that is ready.
+    /// Starts a daemon of a machine, unless it runs; containerd answers when this returns. The rest of the control plane,
+    /// which nobody would restart, is started when the API server is ready.
     ///
     /// # Errors
     /// When it does not start.
     pub fn start(&self, machine: &str, daemon: Daemon) -> Result<()> {
         let machine = self.machine(machine)?;
-        if !matches!(daemon, Daemon::Etcd | Daemon::KubeApiserver | Daemon::Containerd) && !machine.runs(daemon)? {
+        if matches!(daemon, Daemon::KubeControllerManager | Daemon::KubeScheduler) && !machine.runs(daemon)? {
             self.wait_for_api()?;
         }
         machine.start(daemon, &self.binaries.find(daemon.name())?, &daemon.arguments(&self.spec))?;
@@ -250,6 +256,23 @@ impl Cluster {
             })?;
         }
         Ok(())
+    }
+
+    /// Installs Cistern by its chart, or upgrades it to other `values` (`KEY=VALUE`, as for `helm --set`), and waits until
+    /// all of it is ready. The image has to be loaded.
+    ///
+    /// # Errors
+    /// When Helm fails or waits in vain.
+    pub fn install_cistern(&self, values: &[String]) -> Result<()> {
+        install::cistern(self, values)
+    }
+
+    /// Waits until every node is Ready and CoreDNS answers.
+    ///
+    /// # Errors
+    /// When that does not happen.
+    pub fn wait_ready(&self) -> Result<()> {
+        install::wait_ready(self)
     }
 
     /// Waits until the API server says that it is ready.
