@@ -13,7 +13,7 @@ const CLUSTER: &str = "cistern-cluster";
 /// What `cluster` can be told: `cistern-cluster` knows.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
-    /// `up`, `down`, `status`, `kubectl …`, `helm …`, `shell NODE`, `load IMAGE`, `logs`, `binaries`; `--help` explains them
+    /// `up`, `down`, `status`, `kubectl …`, `helm …`, `shell NODE`, `load IMAGE`, `logs` and more; `--help` explains them
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<String>,
 }

@@ -45,6 +45,12 @@ enum Command {
         #[arg(long, default_value_t = 20)]
         lines: usize,
     },
+    /// Kills a daemon as a crash does; what it started goes on
+    Kill { machine: String, daemon: Daemon },
+    /// Starts a daemon that has ended
+    Start { machine: String, daemon: Daemon },
+    /// Kills everything on a machine and starts it again; its disk is kept
+    Reboot { machine: String },
     /// Finds or builds every program, and prints where each is
     Binaries {
         /// Release of Kubernetes
@@ -102,6 +108,13 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Load { image } => Cluster::open()?.load(&image)?,
         Command::Logs { machine, daemon, lines } => logs(&Cluster::open()?, machine.as_deref(), daemon, lines)?,
+        Command::Kill { machine, daemon } => Cluster::open()?.machine(&machine)?.kill(daemon)?,
+        Command::Start { machine, daemon } => Cluster::open()?.start(&machine, daemon)?,
+        Command::Reboot { machine } => {
+            let cluster = Cluster::open()?;
+            cluster.machine(&machine)?.power_off()?;
+            cluster.power_on(&machine)?;
+        }
         Command::Binaries { kubernetes } => {
             for path in Binaries::new(&kubernetes)?.find_all()? {
                 println!("{}", path.display());

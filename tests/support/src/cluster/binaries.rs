@@ -193,7 +193,7 @@ impl Binaries {
         let name = program.name;
         say(format_args!("building {name} v{major}.{minor}.{patch}: once, into {}", folder.display()));
         let start = Instant::now();
-        let unfinished = folder.join(format!(".{name}.{}", std::process::id()));
+        let unfinished = folder.join(format!("{name}.unfinished"));
         let mut flags = "-s -w".to_owned();
         if program.module == KUBERNETES {
             let variables = "k8s.io/component-base/version";

@@ -107,20 +107,24 @@ impl Daemon {
 
 /// Shell: makes a node's file tree its own at its very first start. What the host has in these folders is not the node's.
 pub(super) fn node_setup(spec: &Spec, index: u8) -> String {
-    let mut setup = "echo 1 >/proc/sys/net/ipv4/ip_forward\n\
+    let own = "echo 1 >/proc/sys/net/ipv4/ip_forward\n\
         if [ ! -e /etc/cni/own ]; then\n\
         rm -rf /etc/cni /etc/containerd /etc/kubernetes /opt/cni\n\
         mkdir -p /etc/cni/net.d /etc/kubernetes /opt/cni/bin\n\
         cp /usr/lib/cni/loopback /usr/lib/cni/portmap /usr/lib/cni/ptp /usr/lib/cni/host-local /opt/cni/bin/\n\
         touch /etc/cni/own\n\
-        fi\n"
-        .to_owned();
-    if spec.cni == Cni::Reference {
-        for other in (0..spec.nodes).filter(|other| *other != index) {
-            setup.push_str(&format!("ip route add {} via {}\n", reference_block(other), node_address(other)));
-        }
+        fi\n";
+    format!("{own}{}", reference_routes(spec, Some(index)))
+}
+
+/// Shell: with the reference plugins, the ways to the pods of all nodes but one. The control plane needs them too: nobody
+/// gives pods that call the API server their node's address.
+pub(super) fn reference_routes(spec: &Spec, except: Option<u8>) -> String {
+    if spec.cni != Cni::Reference {
+        return String::new();
     }
-    setup
+    let nodes = (0..spec.nodes).filter(|node| Some(*node) != except);
+    nodes.map(|node| format!("ip route add {} via {}\n", reference_block(node), node_address(node))).collect()
 }
 
 /// The files of a node, without certificates and kubeconfigs.
@@ -255,6 +259,7 @@ mod tests {
         let setup = node_setup(&spec, 1);
         assert!(setup.contains("10.244.1.0/24 via 172.30.0.21") && setup.contains("10.244.3.0/24 via 172.30.0.23"));
         assert!(!setup.contains("10.244.2.0/24"), "{setup}");
+        assert_eq!(reference_routes(&spec, None).lines().count(), 3);
         let other = Spec { cni: Cni::None, ..spec };
         assert_eq!(text(&other, "/etc/cni/net.d/10-reference.conflist"), None);
         assert!(!node_setup(&other, 1).contains("route"));

@@ -10,7 +10,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Kubernetes' test program, with a shell and what busybox has beside it.
+/// Kubernetes' test program, with a shell and what busybox has beside it, and curl.
 pub const AGNHOST_IMAGE: &str = "localhost/agnhost:1";
 /// The cluster's DNS server.
 pub(super) const COREDNS_IMAGE: &str = "localhost/coredns:1";
@@ -37,6 +37,7 @@ pub(super) fn all(binaries: &Binaries) -> Result<Vec<(&'static str, PathBuf)>> {
         cached(&binaries.folder("kubernetes")?, AGNHOST_IMAGE, "ENTRYPOINT [\"/agnhost\"]\nCMD [\"pause\"]", |root| {
             fs::copy(binaries.find("agnhost")?, root.join("agnhost"))?;
             busybox(&root.join("bin"))?;
+            with_libraries("curl", root)?;
             fs::create_dir(root.join("tmp"))?;
             Ok(fs::set_permissions(root.join("tmp"), fs::Permissions::from_mode(0o1777))?)
         })?;
@@ -45,6 +46,25 @@ pub(super) fn all(binaries: &Binaries) -> Result<Vec<(&'static str, PathBuf)>> {
         Ok(())
     })?;
     Ok(vec![(PAUSE_IMAGE, pause), (AGNHOST_IMAGE, agnhost), (COREDNS_IMAGE, coredns)])
+}
+
+/// A program of this machine, as `/bin/NAME`, and the libraries that it loads.
+fn with_libraries(name: &str, root: &Path) -> Result<()> {
+    let paths = std::env::var_os("PATH").unwrap_or_default();
+    let program = std::env::split_paths(&paths).map(|folder| folder.join(name)).find(|path| path.is_file());
+    let program = program.with_context(|| format!("{name} is missing: install it"))?;
+    fs::copy(&program, root.join("bin").join(name))?;
+    for library in libraries(&output(Command::new("ldd").arg(&program), "ldd")?) {
+        let copy = root.join(library.trim_start_matches('/'));
+        fs::create_dir_all(copy.parent().context("a library lies in no folder")?)?;
+        fs::copy(library, copy).with_context(|| format!("copy {library}"))?;
+    }
+    Ok(())
+}
+
+/// The files that `ldd` names.
+fn libraries(ldd: &str) -> Vec<&str> {
+    ldd.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/'))).collect()
 }
 
 /// busybox, under each of its names.
@@ -69,14 +89,18 @@ fn cached(folder: &Path, image: &str, start: &str, fill: impl FnOnce(&Path) -> R
     }
     fs::create_dir_all(folder)?;
     say(format_args!("making the image {image}: once, into {}", folder.display()));
-    let context = tempfile::tempdir_in(folder).context("make a folder for the image")?;
-    let root = context.path().join("root");
-    fs::create_dir(&root)?;
+    // Whoever makes images has the cluster's lock: what is there was left by somebody who was killed.
+    let context = folder.join(format!("{file}.unfinished"));
+    let _ = fs::remove_dir_all(&context);
+    let root = context.join("root");
+    fs::create_dir_all(&root)?;
     fill(&root).with_context(|| format!("fill the image {image}"))?;
-    fs::write(context.path().join("Containerfile"), format!("FROM scratch\nCOPY root /\n{start}\n"))?;
-    let unfinished = context.path().join("image.tar");
-    build(context.path(), &context.path().join("Containerfile"), image, &unfinished)?;
+    let containerfile = context.join("Containerfile");
+    fs::write(&containerfile, format!("FROM scratch\nCOPY root /\n{start}\n"))?;
+    let unfinished = context.join("image.tar");
+    build(&context, &containerfile, image, &unfinished)?;
     fs::rename(&unfinished, &archive).with_context(|| format!("move {} into place", archive.display()))?;
+    fs::remove_dir_all(&context).with_context(|| format!("remove {}", context.display()))?;
     Ok(archive)
 }
 
@@ -110,4 +134,18 @@ pub(super) fn archive(image: &str, folder: &Path) -> Result<PathBuf> {
     output(Command::new("buildah").args(["push", image, &target]), &format!("{image} is no file; buildah push"))?;
     ensure!(archive.is_file(), "buildah wrote no {}", archive.display());
     Ok(archive)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_are_what_ldd_found_and_the_loader() {
+        let ldd = "\tlinux-vdso.so.1 (0x00007ffc)\n\
+                   \tlibcurl.so.4 => /lib/x86_64-linux-gnu/libcurl.so.4 (0x00007f)\n\
+                   \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n";
+        assert_eq!(libraries(ldd), ["/lib/x86_64-linux-gnu/libcurl.so.4", "/lib64/ld-linux-x86-64.so.2"]);
+        assert!(libraries("\tnot a dynamic executable\n").is_empty());
+    }
 }

@@ -83,10 +83,10 @@ impl Cluster {
     pub fn up(spec: &Spec) -> Result<Self> {
         ensure!(nix::unistd::geteuid().is_root(), "a cluster is made of namespaces: run this as root");
         spec.node_names()?;
+        let _lock = Lock::take()?;
         let binaries = Binaries::new(&spec.kubernetes)?;
         let path = binaries.path()?;
         let images = images::all(&binaries)?;
-        let _lock = Lock::take()?;
         if let Some(state) = State::read()? {
             ensure!(
                 state.spec == *spec,
@@ -230,7 +230,7 @@ impl Cluster {
         let (setup, files) = match name {
             ROUTER_NAME => return self.router().power_on_router(),
             OUTSIDE_NAME => (String::new(), Vec::new()),
-            CONTROL_NAME => (String::new(), install::control_files(&pki_directory())?),
+            CONTROL_NAME => (daemon::reference_routes(&self.spec, None), install::control_files(&pki_directory())?),
             node => {
                 let index = self.index(node)?;
                 (daemon::node_setup(&self.spec, index), install::node_files(&self.spec, node, index, &pki_directory())?)
