@@ -10,12 +10,14 @@
 //! | [`test`] | `test`: all of the above and every test |
 //! | [`bench`] | `bench`: speed and size |
 //! | [`demo`] | `demo`: two nodes on this machine |
+//! | [`cluster`] | `cluster`: a real Kubernetes cluster on this machine |
 //!
 //! [`workspace`] knows the paths and what Cargo knows of them; [`process`] starts other programs.
 
 mod bench;
 mod build;
 mod check;
+mod cluster;
 mod demo;
 mod ebpf;
 mod generate;
@@ -53,6 +55,9 @@ enum Command {
     Bench(bench::Options),
     /// Two nodes, four pods and an outside host on this machine (as root)
     Demo(demo::Options),
+    /// A real Kubernetes cluster on this machine (as root)
+    #[command(disable_help_flag = true)]
+    Cluster(cluster::Options),
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {
@@ -66,6 +71,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Test(options) => return Ok(exit_code(test::run(&workspace, &options)?)),
         Command::Bench(options) => bench::run(&workspace, &options)?,
         Command::Demo(options) => demo::run(&workspace, &options)?,
+        Command::Cluster(options) => cluster::run(&workspace, &options)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -3,10 +3,12 @@
 //! * [`apiserver`]: a small Kubernetes API server, in process or over HTTP.
 //! * [`script`]: the engine of the script tests.
 //! * [`lab`]: machines and pods out of namespaces.
+//! * [`cluster`]: a real Kubernetes cluster on this machine.
 //! * [`demo`]: the story that `cargo xtask demo` tells.
 //! * [`probe`]: both ends of the traffic that tests and demo look at.
 
 pub mod apiserver;
+pub mod cluster;
 pub mod demo;
 pub mod lab;
 pub mod probe;

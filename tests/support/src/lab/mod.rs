@@ -23,6 +23,7 @@ mod machine;
 mod process;
 
 pub use machine::{Machine, Pod};
+pub(crate) use process::output;
 
 use anyhow::{Context, Result, ensure};
 use ipnet::Ipv4Net;

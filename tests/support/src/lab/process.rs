@@ -198,7 +198,7 @@ impl Drop for Holder {
 }
 
 /// Standard output of a command that must succeed.
-pub(super) fn output(command: &mut Command, what: &str) -> Result<String> {
+pub(crate) fn output(command: &mut Command, what: &str) -> Result<String> {
     let Output { status, stdout, stderr } =
         command.stdin(Stdio::null()).output().with_context(|| format!("start {what}"))?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();

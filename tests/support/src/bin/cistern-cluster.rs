@@ -1,0 +1,205 @@
+//! A real Kubernetes cluster on this machine; `cargo xtask cluster` builds and runs this.
+
+use anyhow::{Context, Result, bail};
+use cistern_tests::cluster::{self, Cluster, Cni, Daemon, Ipam, Machine, Spec, binaries::Binaries, minor_release};
+use clap::{Args, Parser, Subcommand};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command as Program, ExitCode};
+
+/// A real Kubernetes cluster of real parts on this machine, without containers around it (as root).
+#[derive(Parser)]
+#[command(name = "cargo xtask cluster", disable_version_flag = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Brings up what is missing of a cluster
+    Up(Up),
+    /// Takes everything down: processes, namespaces, mounts, control groups, files
+    Down,
+    /// What is on, what runs, which nodes are Ready
+    Status,
+    /// `kubectl` with every right
+    #[command(disable_help_flag = true)]
+    Kubectl(Rest),
+    /// `helm` with every right
+    #[command(disable_help_flag = true)]
+    Helm(Rest),
+    /// A shell, or a command, on a machine: node-1 and so on, control, outside, router
+    Shell {
+        machine: String,
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        command: Vec<String>,
+    },
+    /// Puts an image on every node: a file in the OCI or Docker format, or a name in buildah's store
+    Load { image: String },
+    /// What daemons wrote: of all machines, one, or one daemon
+    Logs {
+        machine: Option<String>,
+        daemon: Option<Daemon>,
+        /// Only the last lines
+        #[arg(long, default_value_t = 20)]
+        lines: usize,
+    },
+    /// Kills a daemon as a crash does; what it started goes on
+    Kill { machine: String, daemon: Daemon },
+    /// Starts a daemon that has ended
+    Start { machine: String, daemon: Daemon },
+    /// Kills everything on a machine and starts it again; its disk is kept
+    Reboot { machine: String },
+    /// Finds or builds every program, and prints where each is
+    Binaries {
+        /// Release of Kubernetes
+        #[arg(long, value_parser = minor_release, default_value_t = Spec::default().kubernetes)]
+        kubernetes: String,
+    },
+}
+
+#[derive(Args)]
+struct Up {
+    /// How many nodes
+    #[arg(long, default_value_t = Spec::default().nodes)]
+    nodes: u8,
+    /// Release of Kubernetes: one of tests/kubernetes/kubernetes-*
+    #[arg(long, value_parser = minor_release, default_value_t = Spec::default().kubernetes)]
+    kubernetes: String,
+    /// Who gives pods their network
+    #[arg(long, value_enum, default_value_t = Spec::default().cni)]
+    cni: Cni,
+    /// Who gives nodes their blocks of pod addresses
+    #[arg(long, value_enum, default_value_t = Spec::default().ipam)]
+    ipam: Ipam,
+    /// Cistern's image: a file in the OCI format
+    #[arg(long, value_name = "FILE")]
+    image: Option<PathBuf>,
+    /// Value for Cistern's chart, besides those that the cluster needs
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+}
+
+#[derive(Args)]
+struct Rest {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    arguments: Vec<String>,
+}
+
+fn main() -> ExitCode {
+    run(Arguments::parse().command).unwrap_or_else(|error| {
+        eprintln!("cluster: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Up(options) => return up(options),
+        Command::Down => println!("{}", if cluster::down()? { "the cluster is gone" } else { "there was no cluster" }),
+        Command::Status => return status(&Cluster::open()?),
+        Command::Kubectl(Rest { arguments }) => become_program(Cluster::open()?.client("kubectl")?.args(arguments))?,
+        Command::Helm(Rest { arguments }) => become_program(Cluster::open()?.client("helm")?.args(arguments))?,
+        Command::Shell { machine, command } => {
+            let machine = Cluster::open()?.machine(&machine)?;
+            let (program, arguments) = command.split_first().map_or(("sh", [].as_slice()), |(one, rest)| (one, rest));
+            become_program(machine.command(program)?.args(arguments))?;
+        }
+        Command::Load { image } => Cluster::open()?.load(&image)?,
+        Command::Logs { machine, daemon, lines } => logs(&Cluster::open()?, machine.as_deref(), daemon, lines)?,
+        Command::Kill { machine, daemon } => Cluster::open()?.machine(&machine)?.kill(daemon)?,
+        Command::Start { machine, daemon } => Cluster::open()?.start(&machine, daemon)?,
+        Command::Reboot { machine } => {
+            let cluster = Cluster::open()?;
+            cluster.machine(&machine)?.power_off()?;
+            cluster.power_on(&machine)?;
+        }
+        Command::Binaries { kubernetes } => {
+            for path in Binaries::new(&kubernetes)?.find_all()? {
+                println!("{}", path.display());
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn up(Up { nodes, kubernetes, cni, ipam, image, set }: Up) -> Result<ExitCode> {
+    if cni == Cni::Cistern && image.is_none() {
+        bail!("--image is missing: expected the archive with Cistern's image, or another --cni");
+    }
+    let cluster = Cluster::up(&Spec { nodes, kubernetes, cni, ipam })?;
+    if cni == Cni::Cistern
+        && let Some(image) = image
+    {
+        cluster.load(image.to_str().context("the image's path is not UTF-8")?)?;
+        cluster.install_cistern(&set)?;
+    }
+    if cni != Cni::None {
+        cluster.wait_ready()?;
+    }
+    status(&cluster)
+}
+
+/// Runs a program in place of this one; returns only when that fails.
+fn become_program(program: &mut Program) -> Result<()> {
+    Err(program.exec()).with_context(|| format!("start {}", program.get_program().display()))
+}
+
+/// Prints every machine; succeeds when all of it is as it should be.
+fn status(cluster: &Cluster) -> Result<ExitCode> {
+    let spec = cluster.spec();
+    println!(
+        "Kubernetes {}, {} nodes, pods' network: {:?}, blocks: {:?}",
+        spec.kubernetes, spec.nodes, spec.cni, spec.ipam
+    );
+    let ready = cluster.node_conditions();
+    let mut good = ready.is_ok();
+    for machine in cluster.machines()? {
+        let on = machine.is_on()?;
+        good &= on;
+        print!("{:<10} {}", machine.name(), if on { "on " } else { "off" });
+        for daemon in cluster::daemons(machine.name()) {
+            let runs = machine.runs(*daemon)?;
+            good &= runs;
+            print!("  {} {}", daemon.name(), if runs { "runs" } else { "ended" });
+        }
+        if let Some((_, ready)) = ready.iter().flatten().find(|(name, _)| name == machine.name()) {
+            good &= *ready || spec.cni == Cni::None;
+            print!("  {}", if *ready { "Ready" } else { "NotReady" });
+        }
+        println!();
+    }
+    if let Err(error) = ready {
+        println!("API server: {error:#}");
+    }
+    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn logs(cluster: &Cluster, machine: Option<&str>, daemon: Option<Daemon>, lines: usize) -> Result<()> {
+    let machines = machine.map_or_else(|| cluster.machines(), |name| Ok(vec![cluster.machine(name)?]))?;
+    let of = |machine: &Machine| {
+        cluster::daemons(machine.name())
+            .iter()
+            .copied()
+            .filter(|one| daemon.is_none_or(|only| only == *one))
+            .collect::<Vec<_>>()
+    };
+    if machines.iter().all(|machine| of(machine).is_empty()) {
+        bail!("no such daemon there");
+    }
+    for machine in &machines {
+        for daemon in of(machine) {
+            let path = machine.log(daemon);
+            println!("==> {} on {}: {} <==", daemon.name(), machine.name(), path.display());
+            // Not there before its first start, and need not be text.
+            let bytes = std::fs::read(&path).unwrap_or_default();
+            let text = String::from_utf8_lossy(&bytes);
+            let all: Vec<&str> = text.lines().collect();
+            for line in all.iter().skip(all.len().saturating_sub(lines)) {
+                println!("{line}");
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,151 @@
+//! Images that need no registry: a program and what it calls, in an archive in the cache.
+
+use super::binaries::{Binaries, cache};
+use super::daemon::PAUSE_IMAGE;
+use super::say;
+use crate::lab::output;
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Kubernetes' test program, with a shell and what busybox has beside it, and curl.
+pub const AGNHOST_IMAGE: &str = "localhost/agnhost:1";
+/// The cluster's DNS server.
+pub(super) const COREDNS_IMAGE: &str = "localhost/coredns:1";
+
+/// The images that every node has.
+pub(super) fn all(binaries: &Binaries) -> Result<Vec<(&'static str, PathBuf)>> {
+    let pause = cached(&cache()?.join("kubernetes/pause"), PAUSE_IMAGE, "ENTRYPOINT [\"/pause\"]", |root| {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("kubernetes/pause.rs");
+        let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
+        rustc.args([
+            "--edition",
+            "2024",
+            "-O",
+            "-C",
+            "target-feature=+crt-static",
+            "-C",
+            "panic=abort",
+            "-C",
+            "strip=symbols",
+        ]);
+        output(rustc.arg("-o").arg(root.join("pause")).arg(source), "compile pause.rs").map(drop)
+    })?;
+    let agnhost =
+        cached(&binaries.folder("kubernetes")?, AGNHOST_IMAGE, "ENTRYPOINT [\"/agnhost\"]\nCMD [\"pause\"]", |root| {
+            fs::copy(binaries.find("agnhost")?, root.join("agnhost"))?;
+            busybox(&root.join("bin"))?;
+            with_libraries("curl", root)?;
+            fs::create_dir(root.join("tmp"))?;
+            Ok(fs::set_permissions(root.join("tmp"), fs::Permissions::from_mode(0o1777))?)
+        })?;
+    let coredns = cached(&binaries.folder("coredns")?, COREDNS_IMAGE, "ENTRYPOINT [\"/coredns\"]", |root| {
+        fs::copy(binaries.find("coredns")?, root.join("coredns"))?;
+        Ok(())
+    })?;
+    Ok(vec![(PAUSE_IMAGE, pause), (AGNHOST_IMAGE, agnhost), (COREDNS_IMAGE, coredns)])
+}
+
+/// A program of this machine, as `/bin/NAME`, and the libraries that it loads.
+fn with_libraries(name: &str, root: &Path) -> Result<()> {
+    let paths = std::env::var_os("PATH").unwrap_or_default();
+    let program = std::env::split_paths(&paths).map(|folder| folder.join(name)).find(|path| path.is_file());
+    let program = program.with_context(|| format!("{name} is missing: install it"))?;
+    fs::copy(&program, root.join("bin").join(name))?;
+    for library in libraries(&output(Command::new("ldd").arg(&program), "ldd")?) {
+        let copy = root.join(library.trim_start_matches('/'));
+        fs::create_dir_all(copy.parent().context("a library lies in no folder")?)?;
+        fs::copy(library, copy).with_context(|| format!("copy {library}"))?;
+    }
+    Ok(())
+}
+
+/// The files that `ldd` names.
+fn libraries(ldd: &str) -> Vec<&str> {
+    ldd.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/'))).collect()
+}
+
+/// busybox, under each of its names.
+fn busybox(directory: &Path) -> Result<()> {
+    let program = ["/bin/busybox", "/usr/bin/busybox"].map(Path::new).into_iter().find(|path| path.exists());
+    let program = program.context("/bin/busybox is missing: install the package busybox-static")?;
+    fs::create_dir(directory)?;
+    fs::copy(program, directory.join("busybox"))?;
+    for name in output(Command::new(program).arg("--list"), "busybox --list")?.lines().filter(|name| *name != "busybox")
+    {
+        std::os::unix::fs::symlink("busybox", directory.join(name))?;
+    }
+    Ok(())
+}
+
+/// The archive of an image, made by `fill` unless it is in the folder.
+fn cached(folder: &Path, image: &str, start: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+    let file = image.replace(['/', ':'], "_");
+    let archive = folder.join(format!("{file}.tar"));
+    if archive.exists() {
+        return Ok(archive);
+    }
+    fs::create_dir_all(folder)?;
+    say(format_args!("making the image {image}: once, into {}", folder.display()));
+    // Whoever makes images has the cluster's lock: what is there was left by somebody who was killed.
+    let context = folder.join(format!("{file}.unfinished"));
+    let _ = fs::remove_dir_all(&context);
+    let root = context.join("root");
+    fs::create_dir_all(&root)?;
+    fill(&root).with_context(|| format!("fill the image {image}"))?;
+    let containerfile = context.join("Containerfile");
+    fs::write(&containerfile, format!("FROM scratch\nCOPY root /\n{start}\n"))?;
+    let unfinished = context.join("image.tar");
+    build(&context, &containerfile, image, &unfinished)?;
+    fs::rename(&unfinished, &archive).with_context(|| format!("move {} into place", archive.display()))?;
+    fs::remove_dir_all(&context).with_context(|| format!("remove {}", context.display()))?;
+    Ok(archive)
+}
+
+/// Builds an image from a Containerfile into an OCI archive. buildah's own store is not touched.
+///
+/// # Errors
+/// When buildah is missing or refuses.
+pub fn build(context: &Path, containerfile: &Path, image: &str, archive: &Path) -> Result<()> {
+    let store = tempfile::tempdir_in(archive.parent().context("the archive lies in no folder")?)?;
+    let buildah = |arguments: &[&str]| {
+        let mut command = Command::new("buildah");
+        command.arg("--root").arg(store.path().join("root")).arg("--runroot").arg(store.path().join("run"));
+        command.args(["--storage-driver", "vfs"]).args(arguments);
+        command
+    };
+    let file = containerfile.to_str().context("the Containerfile's path is not UTF-8")?;
+    let mut bud = buildah(&["build", "--isolation", "chroot", "--file", file, "--tag", image]);
+    output(bud.arg(context), &format!("buildah build {image}"))?;
+    output(&mut buildah(&["push", image, &format!("oci-archive:{}:{image}", archive.display())]), "buildah push")?;
+    Ok(())
+}
+
+/// The archive that somebody means: a file, or an image in buildah's store, which is written into `folder`.
+pub(super) fn archive(image: &str, folder: &Path) -> Result<PathBuf> {
+    let file = PathBuf::from(image);
+    if file.is_file() {
+        return Ok(file);
+    }
+    let archive = folder.join("image.tar");
+    let target = format!("oci-archive:{}:{image}", archive.display());
+    output(Command::new("buildah").args(["push", image, &target]), &format!("{image} is no file; buildah push"))?;
+    ensure!(archive.is_file(), "buildah wrote no {}", archive.display());
+    Ok(archive)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_are_what_ldd_found_and_the_loader() {
+        let ldd = "\tlinux-vdso.so.1 (0x00007ffc)\n\
+                   \tlibcurl.so.4 => /lib/x86_64-linux-gnu/libcurl.so.4 (0x00007f)\n\
+                   \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n";
+        assert_eq!(libraries(ldd), ["/lib/x86_64-linux-gnu/libcurl.so.4", "/lib64/ld-linux-x86-64.so.2"]);
+        assert!(libraries("\tnot a dynamic executable\n").is_empty());
+    }
+}
