@@ -12,3 +12,5 @@ mod cni;
 mod lab;
 mod netlink;
 mod process;
+mod restart;
+mod state;

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant};
 
-fn program(name: &str) -> PathBuf {
+pub(crate) fn program(name: &str) -> PathBuf {
     let path = std::env::current_exe().unwrap().parent().unwrap().with_file_name(name);
     assert!(path.is_file(), "{} is not there: cargo build --bins", path.display());
     path
@@ -19,11 +19,11 @@ const KUBECONFIG: &str = "/run/kubeconfig";
 const LISTEN: &str = "127.0.0.1:6443";
 
 /// A node with its own API server, so that each test can take either away.
-struct Rig {
-    agent: Option<Child>,
+pub(crate) struct Rig {
+    pub(crate) agent: Option<Child>,
     api: Option<Child>,
-    node: Machine,
-    _lab: Lab,
+    pub(crate) node: Machine,
+    pub(crate) lab: Lab,
 }
 
 impl Drop for Rig {
@@ -35,7 +35,7 @@ impl Drop for Rig {
     }
 }
 
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !is_so() {
         assert!(Instant::now() < deadline, "waited for {what}");
@@ -44,14 +44,14 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 impl Rig {
-    fn new(prefix: &str) -> Self {
+    pub(crate) fn new(prefix: &str) -> Self {
         let lab = Lab::new(prefix).unwrap();
         let node = lab.node("node-a", "172.29.8.20/24".parse().unwrap()).unwrap();
         node.run("ip", &["route", "add", "default", "via", "172.29.8.1"]).unwrap();
-        Self { agent: None, api: None, node, _lab: lab }
+        Self { agent: None, api: None, node, lab }
     }
 
-    fn start_api(&mut self) {
+    pub(crate) fn start_api(&mut self) {
         let mut command = self.node.command(program("cistern-apiserver"));
         command.args(["--listen", LISTEN, "--kubeconfig", KUBECONFIG]);
         self.api = Some(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap());
@@ -59,19 +59,19 @@ impl Rig {
         until("the kubeconfig", || written.exists());
     }
 
-    fn stop_api(&mut self) {
+    pub(crate) fn stop_api(&mut self) {
         let mut api = self.api.take().unwrap();
         api.kill().unwrap();
         api.wait().unwrap();
     }
 
     /// A kubeconfig for a server that is not there.
-    fn write_kubeconfig(&self) {
+    pub(crate) fn write_kubeconfig(&self) {
         let address = LISTEN.parse().unwrap();
         std::fs::write(self.node.file(KUBECONFIG), cistern_tests::apiserver::kubeconfig(address)).unwrap();
     }
 
-    fn command(&self, settings: &[&str]) -> std::process::Command {
+    pub(crate) fn command(&self, settings: &[&str]) -> std::process::Command {
         let mut command = self.node.command(program("cistern"));
         command.args(["agent", "--leader-election=true", "--node-name", "node-a", "--k8s-kubeconfig-path", KUBECONFIG]);
         if !settings.contains(&"--cluster-pool-ipv4-cidr") {
@@ -81,20 +81,39 @@ impl Rig {
         command
     }
 
-    fn start_agent(&mut self, settings: &[&str]) {
+    pub(crate) fn start_agent(&mut self, settings: &[&str]) {
         let log = std::fs::File::create(self.node.file("/run/agent.log")).unwrap();
         let mut command = self.command(settings);
         self.agent = Some(command.stdout(Stdio::null()).stderr(log).spawn().unwrap());
     }
 
-    fn kill_agent(&mut self) {
+    pub(crate) fn kill_agent(&mut self) {
         let mut agent = self.agent.take().unwrap();
         agent.kill().unwrap();
         agent.wait().unwrap();
     }
 
+    /// What the agent that was started last has logged.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.node.file("/run/agent.log")).unwrap()
+    }
+
+    /// Whether the agent tells a finding of this reason about something whose name ends so.
+    pub(crate) fn finds(&self, reason: &str, subject: &str) -> bool {
+        let status = self.status().unwrap();
+        let found = status["findings"].as_array().unwrap();
+        found.iter().any(|f| f["reason"] == reason && f["subject"].as_str().is_some_and(|s| s.ends_with(subject)))
+    }
+
+    /// Rows that `cistern ...` prints.
+    pub(crate) fn rows(&self, arguments: &[&str]) -> Vec<Value> {
+        let arguments = [arguments, &["-o", "json"]].concat();
+        let rows = self.node.json(program("cistern").to_str().unwrap(), &arguments).unwrap();
+        rows.as_array().unwrap().clone()
+    }
+
     /// Runs an agent that must end by itself.
-    fn refused(&self, settings: &[&str]) -> (i32, String) {
+    pub(crate) fn refused(&self, settings: &[&str]) -> (i32, String) {
         let mut child = self.command(settings).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let deadline = Instant::now() + Duration::from_secs(20);
         while child.try_wait().unwrap().is_none() {
@@ -108,7 +127,7 @@ impl Rig {
         (status.code().unwrap(), String::from_utf8(stderr).unwrap())
     }
 
-    fn status(&self) -> Option<Value> {
+    pub(crate) fn status(&self) -> Option<Value> {
         let output = self
             .node
             .command(program("cistern"))
@@ -127,18 +146,18 @@ impl Rig {
         Some(serde_json::from_str(&answer).unwrap())
     }
 
-    fn is_ready(&self) -> bool {
+    pub(crate) fn is_ready(&self) -> bool {
         self.status().is_some_and(|status| status["health"]["ready"] == json!(true))
     }
 
-    fn wait(&self, name: &str) -> Option<String> {
+    pub(crate) fn wait(&self, name: &str) -> Option<String> {
         let status = self.status()?;
         let waits = status["waits"].as_array()?.clone();
         let wait = waits.into_iter().find(|wait| wait["name"] == name)?;
         Some(wait["reason"].as_str()?.to_owned())
     }
 
-    fn cni(&self, verb: &str, name: &str) -> Result<Value, Value> {
+    pub(crate) fn cni(&self, verb: &str, name: &str) -> Result<Value, Value> {
         let mut child = self
             .node
             .command(program("cistern-cni"))
@@ -157,13 +176,11 @@ impl Rig {
     }
 
     /// Whether the agent holds an address for a container.
-    fn holds(&self, name: &str) -> bool {
-        let program = program("cistern");
-        let rows = self.node.json(program.to_str().unwrap(), &["ip", "list", "-o", "json"]).unwrap();
-        rows.as_array().unwrap().iter().any(|row| row["container_id"] == name && row["state"] == "confirmed")
+    pub(crate) fn holds(&self, name: &str) -> bool {
+        self.rows(&["ip", "list"]).iter().any(|row| row["container_id"] == name && row["state"] == "confirmed")
     }
 
-    fn add(&self, name: &str) -> Result<Value, Value> {
+    pub(crate) fn add(&self, name: &str) -> Result<Value, Value> {
         self.node.pod(name).unwrap();
         self.cni("ADD", name)
     }

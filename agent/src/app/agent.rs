@@ -37,7 +37,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         settings.api_server.as_ref().map(|url| url.as_str()),
     )
     .await?;
-    let (targets, maps) = kernel::open(&settings)?;
+    let (targets, maps) = kernel::open(&settings, &shared.findings)?;
     let (files, not_a_directory) = LeaseFiles::open(&state).context(stopped)?;
     let (leases, set_aside) = files.read().context(stopped)?;
     shared.findings.add(remembered::STATE, not_a_directory.into_iter().chain(set_aside).map(unreadable));

@@ -6,6 +6,7 @@ use crate::controllers::endpoint::EndpointMap;
 use crate::datapath::{Capacities, Collector, Datapath, Endpoints, Events, Pins, View};
 use crate::netlink::targets::{RouterAddress, Routes};
 use crate::netlink::{Handle, link, monitor};
+use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::NetworkRow;
 use anyhow::Context;
 use cistern_core::masquerade::plan::EndpointEntry;
@@ -21,9 +22,9 @@ use tokio_util::sync::CancellationToken;
 ///
 /// # Errors
 /// What is missing, with the fix.
-pub fn open(settings: &Settings) -> anyhow::Result<(Targets, Option<MapRows>)> {
+pub fn open(settings: &Settings, findings: &Findings) -> anyhow::Result<(Targets, Option<MapRows>)> {
     let (datapath, maps) = if settings.enable_ipv4_masquerade {
-        let (targets, maps) = open_datapath(settings)?;
+        let (targets, maps) = open_datapath(settings, findings)?;
         (Some(targets), Some(maps))
     } else {
         remove_datapath(settings)?;
@@ -62,11 +63,19 @@ pub fn remove_device(name: &str) -> Result<(), String> {
     handle.remove(&link::delete_by_name(name)).map(|_| ()).map_err(|error| error.to_string())
 }
 
-fn open_datapath(settings: &Settings) -> anyhow::Result<(DatapathTargets, MapRows)> {
+fn open_datapath(settings: &Settings, findings: &Findings) -> anyhow::Result<(DatapathTargets, MapRows)> {
     let capacities = Capacities { flows: settings.bpf_nat_global_max, ..Capacities::default() };
     let (datapath, events) = Datapath::open(settings.pin_root(), capacities).context(
         "masquerading needs the kernel programs (enable-ipv4-masquerade=false starts without them); nothing was changed",
     )?;
+    findings.add(
+        "datapath",
+        datapath.kept_capacities().iter().map(|kept| Found {
+            reason: "map-capacity-kept",
+            subject: kept.map.to_owned(),
+            message: kept.to_string(),
+        }),
+    );
     let view = datapath.view()?;
     let collector = datapath.collector()?;
     let targets = DatapathTargets {

@@ -3,7 +3,7 @@
 use super::error::DatapathError;
 use super::events::Events;
 use super::object;
-use super::pins::{Pins, remove_pin};
+use super::pins::{KeptCapacity, Pins, remove_pin};
 use aya::EbpfLoader;
 use aya::programs::{ProgramError, SchedClassifier};
 use cistern_ebpf_common::map;
@@ -13,7 +13,7 @@ pub(super) const EGRESS: &str = "cistern_egress";
 /// The ingress program.
 pub(super) const INGRESS: &str = "cistern_ingress";
 
-/// How many entries the flow maps hold. A change needs new maps, hence is refused while old ones are pinned.
+/// How many entries the flow maps hold. Maps that are pinned already keep what they have ([`KeptCapacity`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacities {
     /// Translated flows; about 100 bytes of kernel memory each, in two maps.
@@ -30,10 +30,10 @@ impl Default for Capacities {
 
 /// Loads both programs, makes the maps that are missing, and pins all of it. The programs replace what is pinned as
 /// programs; the links keep what they run.
-pub(super) fn load(pins: &Pins, capacities: Capacities) -> Result<Events, DatapathError> {
+pub(super) fn load(pins: &Pins, capacities: Capacities) -> Result<(Events, Vec<KeptCapacity>), DatapathError> {
     let object = object::object().ok_or(DatapathError::NoObject)?;
     pins.prepare()?;
-    pins.compare(capacities)?;
+    let kept = pins.compare(capacities)?;
 
     let paths = map::ALL.map(|name| (name, pins.map(name)));
     let mut loader = EbpfLoader::new();
@@ -63,5 +63,5 @@ pub(super) fn load(pins: &Pins, capacities: Capacities) -> Result<Events, Datapa
         remove_pin(&path)?;
         program.pin(&path).map_err(|error| failed("pin it")(ProgramError::IOError(std::io::Error::other(error))))?;
     }
-    Events::take(&mut ebpf)
+    Ok((Events::take(&mut ebpf)?, kept))
 }

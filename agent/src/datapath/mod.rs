@@ -38,7 +38,7 @@ pub use events::Events;
 pub use loader::Capacities;
 pub use maps::{Devices, Endpoints, Excluded, ExcludedRow, Settings, View};
 pub use object::{build_id, present};
-pub use pins::{DEFAULT_ROOT, Pins};
+pub use pins::{DEFAULT_ROOT, KeptCapacity, Pins};
 
 use maps::SharedSlot;
 use std::path::PathBuf;
@@ -51,6 +51,7 @@ use std::path::PathBuf;
 pub struct Datapath {
     pins: Pins,
     slot: SharedSlot,
+    kept: Vec<KeptCapacity>,
 }
 
 impl Datapath {
@@ -63,9 +64,15 @@ impl Datapath {
     /// kernel's errors.
     pub fn open(root: impl Into<PathBuf>, capacities: Capacities) -> Result<(Self, Events), DatapathError> {
         let pins = Pins::new(root);
-        let events = loader::load(&pins, capacities)?;
+        let (events, kept) = loader::load(&pins, capacities)?;
         let slot = SharedSlot::open(&pins)?;
-        Ok((Self { pins, slot }, events))
+        Ok((Self { pins, slot, kept }, events))
+    }
+
+    /// Maps that have another capacity than was asked for.
+    #[must_use]
+    pub fn kept_capacities(&self) -> &[KeptCapacity] {
+        &self.kept
     }
 
     /// The destinations that keep the pod's address.

@@ -11,6 +11,7 @@ use cistern_ebpf_common::abi::{
 use cistern_ebpf_common::counter::Counter;
 use cistern_ebpf_common::map;
 use nix::sys::statfs::{FsType, statfs};
+use std::fmt;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,6 +29,28 @@ const NO_PREALLOC: u32 = 1;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pins {
     root: PathBuf,
+}
+
+/// A map of flows that has another capacity than was asked for. It is used as it is: a new one would end every flow.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeptCapacity {
+    /// Its name.
+    pub map: &'static str,
+    /// Entries that it holds.
+    pub found: String,
+    /// Entries that were asked for.
+    pub expected: String,
+}
+
+impl fmt::Display for KeptCapacity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { map, found, expected } = self;
+        write!(
+            f,
+            "{map} holds {found} entries, and {expected} are configured: it stays as it is, since a new one would end the \
+             flows that are open; it gets its new capacity with the next boot of the machine"
+        )
+    }
 }
 
 /// What a map has to be.
@@ -121,11 +144,13 @@ impl Pins {
         Ok(())
     }
 
-    /// Compares what is pinned with what this agent would make. What is missing is no difference.
+    /// Compares what is pinned with what this agent would make. What is missing is no difference, and another capacity
+    /// of a map of flows is none that matters: those are answered.
     ///
     /// # Errors
     /// [`DatapathError::Incompatible`] with the first difference.
-    pub(super) fn compare(&self, capacities: Capacities) -> Result<(), DatapathError> {
+    pub(super) fn compare(&self, capacities: Capacities) -> Result<Vec<KeptCapacity>, DatapathError> {
+        let mut kept = Vec::new();
         for map in expected(capacities) {
             let path = self.map(map.name);
             if !path.exists() {
@@ -145,11 +170,15 @@ impl Pins {
                 ("flags", info.map_flags().to_string(), map.flags.to_string()),
             ] {
                 if found != expected {
+                    if field == "capacity" && [map::REV, map::FWD, map::INBOUND].contains(&map.name) {
+                        kept.push(KeptCapacity { map: map.name, found, expected });
+                        continue;
+                    }
                     return Err(DatapathError::Incompatible { path, field, found, expected });
                 }
             }
         }
-        Ok(())
+        Ok(kept)
     }
 
     /// Removes everything of ours: links first, egress before ingress, so that answers to open flows still come back

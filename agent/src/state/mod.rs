@@ -99,12 +99,11 @@ impl StateDir {
         let io = |action: &'static str, source: std::io::Error| StateError::Io { action, path: path.clone(), source };
         let mut told = false;
         loop {
-            // One that is there is only read: the file system may have become read-only since.
-            let file = match std::fs::File::open(&path) {
-                Err(error) if error.kind() == ErrorKind::NotFound => std::fs::File::create(&path),
-                opened => opened,
-            };
-            let file = file.map_err(|source| io("create", source))?;
+            // Held open for reading only: the file system may be, or become, read-only.
+            if !path.exists() {
+                std::fs::File::create(&path).map_err(|source| io("create", source))?;
+            }
+            let file = std::fs::File::open(&path).map_err(|source| io("open", source))?;
             match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => return Ok(DirLock { _lock: lock }),
                 Err((_, Errno::EWOULDBLOCK)) => {

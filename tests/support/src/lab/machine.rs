@@ -21,6 +21,14 @@ impl Machine {
         Self { name: name.to_owned(), address, holder }
     }
 
+    pub(super) fn holder(&self) -> &Holder {
+        &self.holder
+    }
+
+    pub(super) fn net(&self) -> Ipv4Net {
+        self.address
+    }
+
     /// Its host name.
     #[must_use]
     pub fn name(&self) -> &str {

@@ -101,11 +101,26 @@ impl Lab {
         self.machine(name, address, "")
     }
 
+    /// Takes a machine's `eth0` away and gives it a new one with the same address. Routes over it are gone.
+    ///
+    /// # Errors
+    /// When the kernel refuses part of it.
+    pub fn replace_eth0(&self, machine: &Machine) -> Result<()> {
+        machine.run("ip", &["link", "delete", "eth0"])?;
+        self.plug(machine.holder(), machine.net(), machine.name())
+    }
+
     fn machine(&self, name: &str, address: Ipv4Net, setup: &str) -> Result<Machine> {
-        let port = self.ports.get();
-        self.ports.set(port + 1);
         let setup = format!("{OWN_FILES}{setup}ip link set lo up\n");
         let holder = Holder::start(&self.mark, name, &setup, self.kept).with_context(|| format!("machine {name}"))?;
+        self.plug(&holder, address, name)?;
+        Ok(Machine::new(name, address, holder))
+    }
+
+    /// Connects a machine's `eth0` to the wire.
+    fn plug(&self, holder: &Holder, address: Ipv4Net, name: &str) -> Result<()> {
+        let port = self.ports.get();
+        self.ports.set(port + 1);
         self.wire
             .run(&format!(
                 "ip link add port{port} type veth peer name eth0 netns {}\n\
@@ -115,8 +130,8 @@ impl Lab {
             .with_context(|| format!("wire of {name}"))?;
         holder
             .run(&format!("ip address add {address} dev eth0\nip link set eth0 up"))
-            .with_context(|| format!("eth0 of {name}"))?;
-        Ok(Machine::new(name, address, holder))
+            .with_context(|| format!("eth0 of {name}"))
+            .map(drop)
     }
 }
 

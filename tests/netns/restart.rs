@@ -1,0 +1,302 @@
+//! The real `cistern agent` killed, restarted and started anew under real traffic: crash loops, settings that were changed
+//! meanwhile, maps of another version, a device that is replaced, a reboot.
+
+use crate::process::{Rig, program, until};
+use cistern_tests::lab::{Machine, Pod};
+use cistern_tests::probe::{Answer, StreamReport};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::io::BufRead;
+use std::net::{IpAddr, Ipv4Addr};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// In no list of private or reserved ranges.
+const OUTSIDE: &str = "45.33.7.80";
+const SERVER: &str = "45.33.7.80:8080";
+const NODE: IpAddr = IpAddr::V4(Ipv4Addr::new(172, 29, 8, 20));
+
+/// A rig with a host outside, which is the node's default gateway and answers as [`OUTSIDE`].
+struct Site {
+    rig: Rig,
+    _outside: Machine,
+    server: Child,
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+}
+
+impl Site {
+    fn new(prefix: &str) -> Self {
+        let mut rig = Rig::new(prefix);
+        let outside = rig.lab.host("outside", "172.29.8.1/24".parse().unwrap()).unwrap();
+        outside.run("ip", &["address", "add", &format!("{OUTSIDE}/32"), "dev", "lo"]).unwrap();
+        outside.run("ip", &["route", "add", "10.244.0.0/16", "via", &NODE.to_string(), "src", OUTSIDE]).unwrap();
+        let mut command = outside.command(program("cistern-probe"));
+        command.args(["serve", SERVER]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut server = command.spawn().unwrap();
+        let mut line = String::new();
+        std::io::BufReader::new(server.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.starts_with("ready"), "{line}");
+        rig.start_api();
+        Self { rig, _outside: outside, server }
+    }
+
+    fn start(&mut self, settings: &[&str]) {
+        self.rig.start_agent(settings);
+        until("readiness", || self.rig.is_ready());
+    }
+
+    /// Kills the agent and starts one with other settings.
+    fn restart(&mut self, settings: &[&str]) {
+        self.rig.kill_agent();
+        self.start(settings);
+    }
+
+    fn pod(&self, name: &str) -> Pod<'_> {
+        self.rig.node.existing_pod(name)
+    }
+
+    /// The address that the host outside sees when a pod opens a connection.
+    fn seen_as(&self, pod: &str) -> IpAddr {
+        let program = program("cistern-probe");
+        let text = self.pod(pod).run(program.to_str().unwrap(), &["ask-tcp", SERVER]).unwrap();
+        serde_json::from_str::<Answer>(&text).unwrap().seen_as.ip()
+    }
+
+    fn stream(&self, pod: &str, what: &str) -> Stream {
+        let mut command: Command = self.pod(pod).command(program("cistern-probe"));
+        command.args([what, SERVER]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        Stream(command.spawn().unwrap())
+    }
+}
+
+/// A stream from a pod to the outside.
+struct Stream(Child);
+
+impl Stream {
+    /// Ends it; nothing may have got lost.
+    fn is_whole(mut self) -> u64 {
+        drop(self.0.stdin.take());
+        let output = self.0.wait_with_output().unwrap();
+        let report: StreamReport = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!((report.lost(), &report.error), (0, &None), "{report:?}");
+        report.sent
+    }
+}
+
+fn address(result: &Value) -> IpAddr {
+    result["ips"][0]["address"].as_str().unwrap().trim_end_matches("/32").parse().unwrap()
+}
+
+/// Addresses on the pods' interfaces, whatever anybody says of them.
+fn on_the_interface(rig: &Rig, name: &str) -> Option<IpAddr> {
+    let links = rig.node.existing_pod(name).json("ip", &["-j", "-4", "address", "show", "dev", "eth0"]).ok()?;
+    links[0]["addr_info"][0]["local"].as_str()?.parse().ok()
+}
+
+#[test]
+fn an_agent_that_is_killed_again_and_again_loses_and_doubles_nothing() {
+    let mut site = Site::new("r-storm");
+    site.start(&["--cluster-pool-ipv4-mask-size", "26"]);
+    let steady = address(&site.rig.add("steady").unwrap());
+    let (tcp, udp) = (site.stream("steady", "stream-tcp"), site.stream("steady", "stream-udp"));
+    for number in 0..8 {
+        site.rig.node.pod(&format!("p{number}")).unwrap();
+    }
+    // What ADD answered last for each pod, until its DEL begins.
+    let mut answered: BTreeMap<String, IpAddr> = BTreeMap::from([("steady".to_owned(), steady)]);
+    let end = Instant::now() + Duration::from_secs(10);
+    let (mut turn, mut added, mut failed) = (0_u32, 0, 0);
+    let mut killed = Instant::now();
+    while Instant::now() < end {
+        let name = format!("p{}", turn % 8);
+        turn += 1;
+        if answered.contains_key(&name) {
+            answered.remove(&name);
+            match site.rig.cni("DEL", &name) {
+                Ok(_) => {}
+                // Asked for again below.
+                Err(error) => assert_eq!(error["code"], 11, "{error}"),
+            }
+        } else {
+            match site.rig.cni("ADD", &name) {
+                Ok(result) => {
+                    let given = address(&result);
+                    let holder = answered.iter().find(|(_, held)| **held == given);
+                    assert_eq!(holder, None, "{given} for {name}");
+                    answered.insert(name.clone(), given);
+                    added += 1;
+                }
+                Err(error) => {
+                    assert_eq!(error["code"], 11, "{error}");
+                    failed += 1;
+                }
+            }
+        }
+        // Sometimes before it serves, sometimes in the middle of a call, sometimes after some.
+        if killed.elapsed() > Duration::from_millis(200 + u64::from(turn % 5) * 200) {
+            site.rig.kill_agent();
+            site.rig.start_agent(&["--cluster-pool-ipv4-mask-size", "26"]);
+            killed = Instant::now();
+        }
+    }
+    assert!(added > 3 && failed > 0, "{added} ADDs came through, {failed} did not");
+    until("readiness after the storm", || site.rig.is_ready());
+    for (name, given) in &answered {
+        assert_eq!(on_the_interface(&site.rig, name), Some(*given), "{name}");
+        until("every pod that was told an address to hold it", || site.rig.holds(name));
+        assert_eq!(site.seen_as(name), NODE, "{name}");
+    }
+    assert!(tcp.is_whole() > 100 && udp.is_whole() > 1_000);
+    for number in 0..8 {
+        site.rig.cni("DEL", &format!("p{number}")).unwrap();
+    }
+    until("no lease but that of the steady pod", || {
+        let rows = site.rig.rows(&["ip", "list"]);
+        let held = rows.iter().filter(|row| row["state"] == "confirmed" || row["state"] == "provisional");
+        held.map(|row| row["container_id"].as_str().unwrap()).collect::<Vec<_>>() == ["steady"]
+    });
+    let links = site.rig.node.json("ip", &["-j", "link", "show", "type", "veth"]).unwrap();
+    let ours = links.as_array().unwrap().iter().filter(|link| link["ifname"].as_str().unwrap().starts_with("cst"));
+    assert_eq!(ours.count(), 1, "{links}");
+    until("no pod but the steady one in the datapath", || site.rig.rows(&["bpf", "endpoint", "list"]).len() == 1);
+}
+
+#[test]
+fn settings_that_were_changed_while_the_agent_was_away_are_in_force_or_explained_with_the_api_down() {
+    let mut site = Site::new("r-settings");
+    site.start(&["--enable-ipv4-masquerade=false"]);
+    let pod = address(&site.rig.add("a").unwrap());
+    assert_eq!(site.seen_as("a"), pod, "nothing masquerades");
+    until("the pool on disk", || site.rig.node.file("/var/lib/cistern/node.json").exists());
+    site.rig.stop_api();
+    // A flow that is open when masquerading begins keeps the pod's address, and nothing of it is lost.
+    let open = site.stream("a", "stream-tcp");
+    until("the flow to be open", || {
+        site.pod("a").run("ss", &["-Htn", "state", "established"]).unwrap().contains(SERVER)
+    });
+    site.restart(&[]);
+    assert_eq!(site.seen_as("a"), NODE, "masquerading is on");
+    assert!(open.is_whole() > 0);
+
+    site.restart(&["--ipv4-native-routing-cidr", "45.33.0.0/16"]);
+    until("the native CIDR to be in force", || site.seen_as("a") == pod);
+    site.restart(&[]);
+    until("the native CIDR to be gone", || site.seen_as("a") == NODE);
+
+    // Another mode is refused, with what goes on.
+    site.rig.kill_agent();
+    let (code, text) = site.rig.refused(&["--ipam", "kubernetes"]);
+    assert!(code == 64 && text.contains("cluster-pool"), "{code}: {text}");
+    assert_eq!(site.seen_as("a"), NODE, "pods go on");
+
+    // Other ranges: the node keeps its block, and says so.
+    site.start(&["--cluster-pool-ipv4-cidr", "10.99.0.0/16"]);
+    assert!(site.rig.finds("pod-cidr-not-configured", "/24"), "{:?}", site.rig.status());
+    let text = site.rig.node.run(program("cistern").to_str().unwrap(), &["status"]).unwrap();
+    assert!(text.contains("cluster-pool-ipv4-cidr is 10.99.0.0/16, and this node is still on 10.244."), "{text}");
+    let other = address(&site.rig.add("b").unwrap());
+    assert!(other.to_string().starts_with("10.244.") && other != pod, "{other}");
+    assert_eq!(site.rig.cni("ADD", "a").map(|result| address(&result)).unwrap(), pod);
+
+    // Other sizes of maps: those that are there stay, with their flows.
+    let open = site.stream("a", "stream-tcp");
+    site.restart(&["--bpf-nat-global-max", "131072"]);
+    assert!(site.rig.finds("map-capacity-kept", "cst_rev"), "{:?}", site.rig.status());
+    assert_eq!(site.seen_as("a"), NODE);
+    assert!(open.is_whole() > 0);
+
+    site.restart(&["--enable-ipv4-masquerade=false"]);
+    assert_eq!(site.seen_as("a"), pod, "masquerading is off");
+    assert!(!site.rig.node.file("/sys/fs/bpf/cistern").exists());
+}
+
+#[test]
+fn a_map_of_another_layout_is_refused_with_the_way_out_and_packets_are_served_as_before() {
+    let mut site = Site::new("r-layout");
+    site.start(&[]);
+    let pod = address(&site.rig.add("a").unwrap());
+    let open = site.stream("a", "stream-tcp");
+    let pin = "/sys/fs/bpf/cistern/maps/cst_endpoints";
+    site.rig.kill_agent();
+    std::fs::remove_file(site.rig.node.file(pin)).unwrap();
+    let other = ["map", "create", pin, "type", "hash", "key", "4", "value", "16", "entries", "8", "name", "other"];
+    site.rig.node.run("bpftool", &other).unwrap();
+    let (code, text) = site.rig.refused(&[]);
+    assert_eq!(code, 1, "{text}");
+    for words in [pin, "value size 16", "the datapath of before goes on"] {
+        assert!(text.contains(words), "{text} lacks {words}");
+    }
+    assert!(site.rig.node.file(pin).exists(), "nothing of it was touched");
+    assert_eq!(site.seen_as("a"), NODE, "{pod} is translated by the programs of before");
+    assert!(open.is_whole() > 0);
+    // The way out: without the pins everything is made anew.
+    site.rig.node.run("rm", &["-r", "/sys/fs/bpf/cistern"]).unwrap();
+    site.start(&[]);
+    until("the pod in the new datapath", || site.seen_as("a") == NODE);
+}
+
+#[test]
+fn an_eth0_that_is_replaced_under_a_running_agent_gets_the_programs_again() {
+    let mut site = Site::new("r-eth0");
+    site.start(&[]);
+    site.rig.add("a").unwrap();
+    assert_eq!(site.seen_as("a"), NODE);
+    for _ in 0..2 {
+        site.rig.lab.replace_eth0(&site.rig.node).unwrap();
+        site.rig.node.run("ip", &["route", "add", "default", "via", "172.29.8.1"]).unwrap();
+        let index = || {
+            let link = site.rig.node.json("ip", &["-j", "link", "show", "dev", "eth0"]).unwrap();
+            link[0]["ifindex"].clone()
+        };
+        until("the programs on the new device", || {
+            let status = site.rig.status().unwrap();
+            status["masquerade"]["devices"][0]["ifindex"] == index() && site.rig.is_ready()
+        });
+        until("a flow under the node's address", || site.seen_as("a") == NODE);
+    }
+}
+
+#[test]
+fn after_a_reboot_leases_without_namespace_are_gone_and_dels_that_waited_are_carried_out() {
+    let mut site = Site::new("r-boot");
+    site.start(&["--cluster-pool-ipv4-mask-size", "29"]);
+    for name in ["a", "b", "c", "d"] {
+        site.rig.add(name).unwrap();
+    }
+    until("the pool on disk", || site.rig.node.file("/var/lib/cistern/node.json").exists());
+    let cidr = site.rig.status().unwrap()["pod_cidr"].clone();
+    site.rig.kill_agent();
+    // A DEL that finds no agent waits on disk, over the reboot too.
+    site.rig.cni("DEL", "a").unwrap();
+    let queue = site.rig.node.file("/var/lib/cistern/cni-queue");
+    let waiting = || {
+        let names = std::fs::read_dir(&queue).unwrap().map(|entry| entry.unwrap().path());
+        names.filter(|path| path.extension().is_some_and(|extension| extension == "json")).count()
+    };
+    assert_eq!(waiting(), 1);
+    // What a reboot takes: the kernel's objects and everything below /run.
+    for name in ["a", "b", "c", "d"] {
+        site.rig.node.run("ip", &["netns", "delete", name]).unwrap();
+    }
+    let shell = "rm -rf /run/cistern /sys/fs/bpf/cistern; ip address flush dev lo scope link";
+    site.rig.node.run("sh", &["-c", shell]).unwrap();
+    site.start(&["--cluster-pool-ipv4-mask-size", "29"]);
+    assert_eq!(site.rig.status().unwrap()["pod_cidr"], cidr);
+    assert!(site.rig.log().contains("gone since the reboot"), "{}", site.rig.log());
+    for name in ["a", "b", "c", "d"] {
+        assert!(!site.rig.holds(name), "{name}");
+    }
+    until("the DEL that waited to be carried out", || waiting() == 0);
+    let given: Vec<IpAddr> = ["e", "f", "g", "h", "i"].map(|name| address(&site.rig.add(name).unwrap())).to_vec();
+    assert_eq!(given.len(), 5, "every address is given again");
+    assert_eq!(site.seen_as("e"), NODE);
+    // The next start is none after a reboot.
+    site.restart(&["--cluster-pool-ipv4-mask-size", "29"]);
+    assert!(!site.rig.log().contains("gone since the reboot") && site.rig.holds("e"));
+}
