@@ -293,6 +293,8 @@ struct Task {
     leases: Leases,
     /// Made by the state machine, not on disk yet.
     owed: Owed,
+    /// When a disk that refused is tried again.
+    retry: Option<Timestamp>,
     audit: Audit,
     next_audit: Timestamp,
     /// Host sides of pods' pairs, by name.
@@ -318,7 +320,7 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
         tracing::warn!(%finding, "pod leases");
     }
     let (audit, links) = (Audit::default(), BTreeMap::new());
-    let mut task = Task { leases, owed: Owed::default(), audit, next_audit: now, links, parts };
+    let mut task = Task { leases, owed: Owed::default(), retry: None, audit, next_audit: now, links, parts };
     task.owed.extend(changes);
     if task.parts.rebooted {
         let there = |netns: &str| (task.parts.namespace)(netns) == Namespace::There;
@@ -342,9 +344,10 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
             () = task.parts.pool.changed() => task.network_changed(),
             () = task.parts.network.changed() => task.network_changed(),
             () = task.parts.peers.changed() => task.network_changed(),
-            () = tokio::time::sleep(deadline) => task.tick(),
+            () = tokio::time::sleep(deadline) => {}
         }
-        task.audit();
+        // Whatever woke it: what asks again and again must not keep it from what is due.
+        task.due();
     }
     receiver.close();
     while let Some(command) = receiver.recv().await {
@@ -372,6 +375,9 @@ const NETWORK_UNKNOWN: &str = "the devices and routes of this node are not known
 /// A disk that refused is tried again after this long.
 const DISK_RETRY: Duration = Duration::from_secs(1);
 
+/// Name of the wait for a disk that refuses.
+const WAIT: &str = "lease records";
+
 fn not_durable(reason: &str) -> String {
     format!(
         "lease records cannot be written ({reason}): no address is given until they can; pods that run are not affected, \
@@ -381,12 +387,18 @@ fn not_durable(reason: &str) -> String {
 
 impl Task {
     fn next_wake(&self) -> Duration {
-        if !self.owed.is_empty() {
-            return DISK_RETRY;
-        }
         let now = self.parts.clock.now();
-        let next = self.leases.next_deadline().map_or(self.next_audit, |deadline| deadline.min(self.next_audit));
+        let next = self.retry.into_iter().chain(self.leases.next_deadline()).fold(self.next_audit, Timestamp::min);
         Duration::try_from(next.duration_since(now)).unwrap_or(Duration::ZERO).max(Duration::from_millis(10))
+    }
+
+    /// Does what it is time for.
+    fn due(&mut self) {
+        let now = self.parts.clock.now();
+        if self.retry.into_iter().chain(self.leases.next_deadline()).any(|at| at <= now) {
+            self.tick();
+        }
+        self.audit();
     }
 
     fn tick(&mut self) {
@@ -495,13 +507,18 @@ impl Task {
 
     /// Writes what is owed. A disk that refuses is waited for.
     fn flush(&mut self) {
-        const WAIT: &str = "lease records";
         let store = &mut self.parts.store;
         let outcome = self.owed.write(|change| store.write(std::slice::from_ref(change)).map_err(|(_, reason)| reason));
-        match outcome {
-            Ok(()) => self.parts.waits.end(WAIT),
-            Err(reason) => self.parts.waits.begin(WAIT, not_durable(&reason), Some(DISK_RETRY)),
-        }
+        self.retry = match outcome {
+            Ok(()) => {
+                self.parts.waits.end(WAIT);
+                None
+            }
+            Err(reason) => {
+                self.parts.waits.begin(WAIT, not_durable(&reason), Some(DISK_RETRY));
+                self.parts.clock.now().checked_add(DISK_RETRY).ok()
+            }
+        };
     }
 
     /// The answer, once all of it is on disk.
@@ -524,7 +541,7 @@ impl Task {
             return Ok(());
         }
         let waits = self.parts.waits.reader();
-        let reason = waits.peek().rows.get("lease records").map(|wait| wait.reason.clone()).unwrap_or_default();
+        let reason = waits.peek().rows.get(WAIT).map(|wait| wait.reason.clone()).unwrap_or_default();
         Err(EndpointError::NotDurable { reason })
     }
 
