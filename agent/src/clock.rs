@@ -44,6 +44,17 @@ impl Clock {
         }
     }
 
+    /// A number to spread the retries of many processes with: what the wall clock shows below the second, mixed. It is no
+    /// secret, and follows from the time alone, so that a run on the runtime's paused clock can be repeated.
+    #[must_use]
+    pub fn jitter(&self) -> u64 {
+        // The finaliser of SplitMix64: neighbouring inputs give outputs that have nothing in common.
+        let mut mixed = u64::try_from(self.now().as_nanosecond()).unwrap_or_default();
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
     /// Time since this clock was made, never going back: for expiry and back-off.
     #[must_use]
     pub fn monotonic(&self) -> Duration {

@@ -18,6 +18,7 @@ pub use cilium_node::{
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
+use std::sync::LazyLock;
 
 /// The API group of every kind here; Cilium's own, so that manifests and habits carry over.
 pub const GROUP: &str = "cilium.io";
@@ -31,13 +32,16 @@ pub const SCHEMA_VERSION: u32 = 1;
 
 /// Every definition, in the order in which they are applied.
 #[must_use]
-pub fn all() -> Vec<CustomResourceDefinition> {
-    let mut definitions = vec![CiliumNode::crd()];
-    for definition in &mut definitions {
-        let labels = definition.metadata.labels.get_or_insert_default();
-        labels.insert(SCHEMA_VERSION_LABEL.to_owned(), SCHEMA_VERSION.to_string());
-    }
-    definitions
+pub fn all() -> &'static [CustomResourceDefinition] {
+    static ALL: LazyLock<Vec<CustomResourceDefinition>> = LazyLock::new(|| {
+        let mut definitions = vec![CiliumNode::crd()];
+        for definition in &mut definitions {
+            let labels = definition.metadata.labels.get_or_insert_default();
+            labels.insert(SCHEMA_VERSION_LABEL.to_owned(), SCHEMA_VERSION.to_string());
+        }
+        definitions
+    });
+    &ALL
 }
 
 /// The schema version of a definition found in the cluster: 0 for one that was not written by Cistern, or whose label

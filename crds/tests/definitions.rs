@@ -20,9 +20,9 @@ fn node(text: &str) -> Result<CiliumNode, serde_json::Error> {
 fn committed_yaml_is_the_generated_one() {
     let committed = [("ciliumnodes.yaml".to_owned(), include_str!("../ciliumnodes.yaml").to_owned())];
     assert!(yaml().unwrap() == committed, "run `cargo run -p cistern-crds --example gen`");
-    for (definition, (_, text)) in all().into_iter().zip(committed) {
+    for (definition, (_, text)) in all().iter().zip(committed) {
         let read: CustomResourceDefinition = serde_saphyr::from_str(&text).unwrap();
-        assert_eq!(read, definition, "the file says what is applied");
+        assert_eq!(&read, definition, "the file says what is applied");
     }
 }
 
@@ -79,7 +79,7 @@ fn what_is_not_set_is_not_written() {
 #[test]
 fn definition_is_the_one_that_cilium_has() {
     let definitions = all();
-    let [definition] = definitions.as_slice() else { panic!("{} definitions", definitions.len()) };
+    let [definition] = definitions else { panic!("{} definitions", definitions.len()) };
     assert_eq!(definition.metadata.name.as_deref(), Some("ciliumnodes.cilium.io"));
     let spec = &definition.spec;
     assert_eq!((spec.group.as_str(), spec.scope.as_str()), ("cilium.io", "Cluster"));
@@ -142,7 +142,7 @@ fn schema_is_structural_and_keeps_unknown_fields() {
 #[test]
 fn newer_definition_is_told_from_ours_and_cilium_s() {
     for definition in all() {
-        assert_eq!((schema_version(&definition), is_newer(&definition)), (SCHEMA_VERSION, false));
+        assert_eq!((schema_version(definition), is_newer(definition)), (SCHEMA_VERSION, false));
         let labelled = |key: &str, value: &str| {
             let mut found = definition.clone();
             found.metadata.labels = Some([(key.to_owned(), value.to_owned())].into());

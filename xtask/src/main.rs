@@ -9,6 +9,7 @@
 //! | [`check`] | `check`: everything that is judged without running Cistern |
 //! | [`test`] | `test`: all of the above and every test |
 //! | [`bench`] | `bench`: speed and size |
+//! | [`simulate`] | `simulate`: more seeds of the simulation than the tests run |
 //! | [`demo`] | `demo`: two nodes on this machine |
 //! | [`cluster`] | `cluster`: a real Kubernetes cluster on this machine |
 //!
@@ -23,6 +24,7 @@ mod ebpf;
 mod generate;
 mod process;
 mod setup;
+mod simulate;
 mod test;
 mod workspace;
 
@@ -53,6 +55,8 @@ enum Command {
     Test(test::Options),
     /// Measures speed and size, and prints medians
     Bench(bench::Options),
+    /// Runs seeds of the simulation of operators and agents
+    Simulate(simulate::Options),
     /// Two nodes, four pods and an outside host on this machine (as root)
     Demo(demo::Options),
     /// A real Kubernetes cluster on this machine (as root)
@@ -70,6 +74,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Check(options) => return Ok(exit_code(check::run(&workspace, &options)?.is_empty())),
         Command::Test(options) => return Ok(exit_code(test::run(&workspace, &options)?)),
         Command::Bench(options) => bench::run(&workspace, &options)?,
+        Command::Simulate(options) => simulate::run(&workspace, &options)?,
         Command::Demo(options) => demo::run(&workspace, &options)?,
         Command::Cluster(options) => cluster::run(&workspace, &options)?,
     }

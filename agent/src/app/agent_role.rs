@@ -167,6 +167,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
         "own CiliumNode",
         Box::pin(node::run(
             name.clone(),
+            waits.clone(),
             nodes.reader(),
             network.reader(),
             router.reader(),

@@ -2,12 +2,12 @@
 
 use super::supervisor::Supervisor;
 use crate::clock::Clock;
-use crate::controllers::ipam_cluster::BlockRecords;
+use crate::controllers::ipam_cluster::{BlockRecords, NotWritten};
 use crate::controllers::{ipam_cluster, orphans};
 use crate::kubernetes::cilium_node::{Orphans, PodCidrs};
 use crate::kubernetes::client::Client;
 use crate::kubernetes::lease::{self, Election, LeaderRow, Scope};
-use crate::kubernetes::records::RecordStore;
+use crate::kubernetes::records::{RecordStore, WriteError};
 use crate::kubernetes::{Leadership, crd, views, watch as watches};
 use crate::reconciler::{self, Options, TargetStatus};
 use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeRow};
@@ -47,11 +47,12 @@ pub struct Operator {
 pub async fn run(operator: Operator, cancel: CancellationToken) -> anyhow::Result<()> {
     let (until, mut leading) = watch::channel(None);
     let (busy, busy_seen) = watch::channel(false);
+    let (doubt, doubted) = watch::channel(None);
     let election_cancel = CancellationToken::new();
     let election = tokio::spawn(lease::run(
         operator.client.clone(),
         operator.election.clone(),
-        Scope { until, busy: busy_seen },
+        Scope { until, busy: busy_seen, doubt },
         Arc::clone(&operator.leader),
         operator.waits.clone(),
         operator.clock,
@@ -59,14 +60,16 @@ pub async fn run(operator: Operator, cancel: CancellationToken) -> anyhow::Resul
     ));
     let outcome = loop {
         tokio::select! {
+            biased;
             () = cancel.cancelled() => break Ok(()),
             () = begun(&mut leading) => {}
         }
         busy.send_replace(true);
         let scope = CancellationToken::new();
-        let lead = lead(&operator, Leadership::new(leading.clone()), &scope);
+        let lead = lead(&operator, Leadership::new(leading.clone()), doubted.clone(), &scope);
         tokio::pin!(lead);
         let outcome = tokio::select! {
+            biased;
             outcome = &mut lead => outcome,
             () = cancel.cancelled() => { scope.cancel(); lead.await }
             () = ended(&mut leading) => { scope.cancel(); lead.await }
@@ -98,6 +101,7 @@ async fn ended(leading: &mut watch::Receiver<Option<Instant>>) {
         let until = *leading.borrow_and_update();
         let Some(until) = until else { return };
         tokio::select! {
+            biased;
             () = tokio::time::sleep_until(until) => return,
             changed = leading.changed() => if changed.is_err() { return },
         }
@@ -105,8 +109,14 @@ async fn ended(leading: &mut watch::Receiver<Option<Instant>>) {
 }
 
 /// Everything that only a leader runs, until `scope` is cancelled.
-async fn lead(operator: &Operator, leadership: Leadership, scope: &CancellationToken) -> anyhow::Result<()> {
+async fn lead(
+    operator: &Operator,
+    leadership: Leadership,
+    doubted: watch::Receiver<Option<Instant>>,
+    scope: &CancellationToken,
+) -> anyhow::Result<()> {
     tokio::select! {
+        biased;
         () = scope.cancelled() => return Ok(()),
         () = apply_crds(operator, &leadership) => {}
     }
@@ -148,6 +158,7 @@ async fn lead(operator: &Operator, leadership: Leadership, scope: &CancellationT
             pool,
             cilium_nodes.reader(),
             Durable(store),
+            doubted,
             Arc::clone(&pod_cidrs),
             waits.clone(),
             clock,
@@ -205,6 +216,7 @@ async fn apply_crds(operator: &Operator, leadership: &Leadership) {
 /// A controller never ends by itself; this one ends when it is told to.
 pub(super) async fn until(cancel: CancellationToken, work: impl Future<Output = ()>) {
     tokio::select! {
+        biased;
         () = cancel.cancelled() => {}
         () = work => {}
     }
@@ -218,7 +230,10 @@ impl BlockRecords for Durable {
         self.0.read().await.map_err(|error| error.to_string())
     }
 
-    async fn write(&mut self, records: &cluster_pool::Records) -> Result<(), String> {
-        self.0.write(records).await.map_err(|error| error.to_string())
+    async fn write(&mut self, records: &cluster_pool::Records) -> Result<(), NotWritten> {
+        self.0.write(records).await.map_err(|error| match error {
+            WriteError::Replaced(records) => NotWritten::Replaced(records),
+            WriteError::Failed(error) => NotWritten::Failed(error.to_string()),
+        })
     }
 }

@@ -105,6 +105,7 @@ pub async fn run(
         }
         tokio::time::sleep(PAUSE).await;
         tokio::select! {
+            biased;
             () = peers.changed() => {}
             () = pool.changed() => {}
             () = last_good.changed() => {}

@@ -54,6 +54,7 @@ impl Supervisor {
     /// The first task that ended without being asked to, by name, with its error.
     pub async fn join(mut self) -> anyhow::Result<()> {
         let first = tokio::select! {
+            biased;
             () = self.cancel.cancelled() => None,
             ended = self.tasks.join_next_with_id() => ended,
         };

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 /// Where the records of blocks survive a change of leader.
@@ -18,11 +19,20 @@ pub trait BlockRecords: Send {
     /// # Errors
     /// What failed, for people.
     fn read(&mut self) -> impl Future<Output = Result<Records, String>> + Send;
-    /// Replaces what is recorded.
+    /// Replaces what was read or written last, and nothing else.
     ///
     /// # Errors
-    /// What failed, for people.
-    fn write(&mut self, records: &Records) -> impl Future<Output = Result<(), String>> + Send;
+    /// See [`NotWritten`].
+    fn write(&mut self, records: &Records) -> impl Future<Output = Result<(), NotWritten>> + Send;
+}
+
+/// Why records were not replaced.
+#[derive(Debug)]
+pub enum NotWritten {
+    /// What failed, for people. What was planned stands, and is written later.
+    Failed(String),
+    /// What somebody else recorded meanwhile: what was planned without it is void.
+    Replaced(Records),
 }
 
 /// A pass is made at most this often, so that a burst of nodes is one (`ipam` 2.2.9).
@@ -30,6 +40,10 @@ pub const PASS: Duration = Duration::from_secs(1);
 
 /// Records that cannot be read or written are tried again after this long.
 const RECORDS_RETRY: Duration = Duration::from_secs(2);
+
+/// After a doubt about what earlier leaders wrote, no block is given for this long that its node did not have: agents
+/// list their blocks again meanwhile.
+pub const SETTLE: Duration = Duration::from_secs(60);
 
 const WAIT: &str = "block records";
 
@@ -41,6 +55,7 @@ pub async fn run<R: BlockRecords>(
     settings: Settings,
     mut cilium_nodes: Reader<String, CiliumNodeRow>,
     mut store: R,
+    mut doubted: watch::Receiver<Option<Instant>>,
     desired: Arc<Table<String, CiliumNodeIpam>>,
     waits: Waits,
     clock: Clock,
@@ -56,21 +71,33 @@ pub async fn run<R: BlockRecords>(
     };
     waits.end(WAIT);
     let mut ledger = Ledger::take_over(&settings, &recorded, clock.now());
+    // What was durable once, even where somebody put something else in its place.
+    let mut known = recorded.clone();
     loop {
         let begun = Instant::now();
         let snapshot = cilium_nodes.synced().await;
-        let Plan { nodes, records, ledger: next } = plan(&input(&snapshot.rows), ledger, clock.now());
+        let settled_at = doubted.borrow_and_update().map(|at| at + SETTLE).filter(|at| *at > begun);
+        let input = input(&snapshot.rows, settled_at.is_none());
+        let Plan { nodes, records, ledger: next } = plan(&input, ledger, clock.now());
         ledger = next;
         let durable = match records {
             Some(records) if records != recorded => match store.write(&records).await {
                 Ok(()) => {
                     recorded = records;
+                    known.clone_from(&recorded);
                     waits.end(WAIT);
                     true
                 }
-                Err(reason) => {
+                Err(NotWritten::Failed(reason)) => {
                     waits.begin(WAIT, reason, Some(RECORDS_RETRY));
                     false
+                }
+                Err(NotWritten::Replaced(now)) => {
+                    tracing::warn!("block records were replaced by somebody else; planning anew with both");
+                    known = now.clone().adopt(&known);
+                    recorded = now;
+                    ledger = Ledger::take_over(&settings, &known, clock.now());
+                    continue;
                 }
             },
             Some(_) => true,
@@ -98,8 +125,11 @@ pub async fn run<R: BlockRecords>(
             );
             // A block whose rest ends frees it for a node that waits; an hour at most without looking.
             tokio::select! {
+                biased;
                 () = cilium_nodes.changed() => {}
+                _ = doubted.changed() => {}
                 () = tokio::time::sleep(until_quarantine_ends(&recorded, clock.now())) => {}
+                () = tokio::time::sleep_until(settled_at.unwrap_or(begun + LONGEST)) => {}
             }
             // The first node of a quiet cluster is served at once; a burst of them shares one pass.
             if !nodes.is_empty() {
@@ -111,8 +141,9 @@ pub async fn run<R: BlockRecords>(
     }
 }
 
+const LONGEST: Duration = Duration::from_secs(3600);
+
 fn until_quarantine_ends(records: &Records, now: Timestamp) -> Duration {
-    const LONGEST: Duration = Duration::from_secs(3600);
     records
         .quarantine
         .iter()
@@ -122,7 +153,7 @@ fn until_quarantine_ends(records: &Records, now: Timestamp) -> Duration {
         .clamp(PASS, LONGEST)
 }
 
-fn input(rows: &BTreeMap<String, CiliumNodeRow>) -> Input {
+fn input(rows: &BTreeMap<String, CiliumNodeRow>, settled: bool) -> Input {
     let nodes = rows
         .iter()
         .map(|(name, row)| Node {
@@ -134,5 +165,5 @@ fn input(rows: &BTreeMap<String, CiliumNodeRow>) -> Input {
             error: row.operator_error.clone().unwrap_or_default(),
         })
         .collect();
-    Input { nodes, synced: true }
+    Input { nodes, synced: true, settled }
 }

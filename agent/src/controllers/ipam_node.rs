@@ -60,6 +60,7 @@ pub async fn run(
         let in_use = pool.snapshot().rows.get(&()).map(|row| row.pod_cidr);
         findings.replace("pool", in_use.and_then(|pod_cidr| elsewhere(&node, pod_cidr, &configured.ranges)));
         tokio::select! {
+            biased;
             () = peers.changed() => {}
             () = network.changed() => {}
         }

@@ -137,6 +137,7 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
             }
         };
         tokio::select! {
+            biased;
             () = inputs.peers.changed() => {}
             () = inputs.network.changed() => {}
             () = file_changed => {}

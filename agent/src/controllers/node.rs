@@ -1,14 +1,18 @@
 //! What this node's own CiliumNode shall say.
 
 use crate::tables::rows::{NetworkRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow};
-use crate::tables::{Reader, Table};
-use std::collections::BTreeMap;
+use crate::tables::{Reader, Table, Waits};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
-/// Follows the Node, the router address and the pool, and publishes the desired object under the node's name.
+/// A wait of this name says why no object is written.
+const WAIT: &str = "own CiliumNode";
+
+/// Follows the Node, the router address and the pool, and publishes the desired object under the node's name. Without a
+/// Node there is none: made for a node that is being taken away, it would belong to nobody, and keep its block for ever.
 pub async fn run(
     node: String,
+    waits: Waits,
     mut nodes: Reader<String, NodeRow>,
     mut network: Reader<(), NetworkRow>,
     mut router: Reader<Ipv4Addr, ()>,
@@ -20,15 +24,21 @@ pub async fn run(
         let network_now = network.synced().await;
         let router_now = router.snapshot();
         let pool_now = pool.snapshot();
-        let planned = plan(
-            &node,
-            nodes_now.rows.get(&node),
-            network_now.rows.get(&()),
-            router_now.rows.keys().next().copied(),
-            pool_now.rows.get(&()),
-        );
-        desired.publish(BTreeMap::from([(node.clone(), planned)]));
+        let planned = nodes_now.rows.get(&node).map(|row| {
+            let router = router_now.rows.keys().next().copied();
+            (node.clone(), plan(&node, row, network_now.rows.get(&()), router, pool_now.rows.get(&())))
+        });
+        match planned {
+            Some(_) => waits.end(WAIT),
+            None => waits.begin(
+                WAIT,
+                format!("there is no Node {node:?}; kubelet makes it, under the name node-name"),
+                None,
+            ),
+        }
+        desired.publish(planned.into_iter().collect());
         tokio::select! {
+            biased;
             () = nodes.changed() => {}
             () = network.changed() => {}
             () = router.changed() => {}
@@ -41,12 +51,12 @@ pub async fn run(
 /// stands in, so that the first node of a cluster is not waited for by everybody.
 fn plan(
     name: &str,
-    node: Option<&NodeRow>,
+    node: &NodeRow,
     network: Option<&NetworkRow>,
     router: Option<Ipv4Addr>,
     pool: Option<&PoolRow>,
 ) -> OwnCiliumNode {
-    let mut addresses: Vec<NodeAddress> = node.map(|node| node.addresses.clone()).unwrap_or_default();
+    let mut addresses: Vec<NodeAddress> = node.addresses.clone();
     if !addresses.iter().any(|address| address.kind == "InternalIP")
         && let Some(ip) = network.and_then(default_address)
     {
@@ -57,7 +67,7 @@ fn plan(
     }
     OwnCiliumNode {
         addresses,
-        owner: node.map(|node| (name.to_owned(), node.uid.clone())),
+        owner: Some((name.to_owned(), node.uid.clone())),
         claim: pool.iter().map(|pool| pool.pod_cidr).collect(),
     }
 }
@@ -81,6 +91,7 @@ fn default_address(network: &NetworkRow) -> Option<Ipv4Addr> {
 mod tests {
     use super::*;
     use crate::tables::rows::{LinkRow, RouteRow};
+    use std::collections::BTreeMap;
 
     fn link(name: &str, address: &str) -> LinkRow {
         LinkRow {
@@ -110,14 +121,14 @@ mod tests {
             uid: "u1".into(),
             addresses: vec![NodeAddress { kind: "InternalIP".into(), ip: "172.29.8.99".parse().unwrap() }],
         };
-        let planned = plan("n1", Some(&kubelet), Some(&network), Some("10.244.1.3".parse().unwrap()), None);
+        let planned = plan("n1", &kubelet, Some(&network), Some("10.244.1.3".parse().unwrap()), None);
         assert_eq!(planned.addresses.len(), 2);
         assert_eq!(planned.addresses[0].ip, "172.29.8.99".parse::<IpAddr>().unwrap());
         assert_eq!(planned.addresses[1].kind, "CiliumInternalIP");
         assert_eq!(planned.owner, Some(("n1".into(), "u1".into())));
 
-        let planned = plan("n1", None, Some(&network), None, None);
+        let bare = NodeRow { uid: "u1".into(), addresses: Vec::new() };
+        let planned = plan("n1", &bare, Some(&network), None, None);
         assert_eq!(planned.addresses[0].ip, "172.29.8.20".parse::<IpAddr>().unwrap());
-        assert_eq!(planned.owner, None);
     }
 }

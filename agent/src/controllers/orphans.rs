@@ -35,6 +35,7 @@ pub async fn run(
         );
         let next = suspects.values().map(|(_, since)| due(since)).filter(|at| *at > now).min();
         tokio::select! {
+            biased;
             () = nodes.changed() => {}
             () = cilium_nodes.changed() => {}
             () = async { match next { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {}

@@ -64,6 +64,7 @@ pub async fn run(
             routes.publish(planned.routes);
         }
         tokio::select! {
+            biased;
             () = peers.changed() => {}
             () = pool.changed() => {}
             () = network.changed() => {}

@@ -21,7 +21,7 @@ pub async fn apply(client: &Client, leadership: &Leadership) -> Result<(), Kuber
             continue;
         }
         let params = PatchParams::apply(OPERATOR).force();
-        leadership.write("apply", KIND, &name, api.patch(&name, &params, &Patch::Apply(&wanted))).await?;
+        leadership.write("apply", KIND, &name, api.patch(&name, &params, &Patch::Apply(wanted))).await?;
         established(&api, &name).await?;
     }
     Ok(())

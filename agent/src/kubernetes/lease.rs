@@ -7,7 +7,7 @@ use cistern_core::lease::evaluate::{Action, Observation, Record, Timings, evalua
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::api::PostParams;
-use kube::{Api, Client};
+use kube::{Api, Client, ResourceExt};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -49,6 +49,9 @@ pub struct Scope {
     pub until: watch::Sender<Option<Instant>>,
     /// True while something of the leader's still runs. No new claim is made before it has ended.
     pub busy: watch::Receiver<bool>,
+    /// The last moment at which there was reason to believe that what earlier leaders wrote may be lost: the Lease went
+    /// back to an older version or vanished, as after the restore of a backup, or nobody had renewed it for long.
+    pub doubt: watch::Sender<Option<Instant>>,
 }
 
 struct Candidate {
@@ -58,6 +61,7 @@ struct Candidate {
     observed: Option<(Observation, Option<Lease>)>,
     /// The monotonic moment before the last successful write was sent, while leading.
     leading: Option<Duration>,
+    doubt: watch::Sender<Option<Instant>>,
 }
 
 /// Takes part until cancelled, then lets the Lease go if nothing of the leader's runs any more.
@@ -71,7 +75,7 @@ pub async fn run(
     cancel: CancellationToken,
 ) {
     let api = Api::namespaced(client, &election.namespace);
-    let mut this = Candidate { api, election, clock, observed: None, leading: None };
+    let mut this = Candidate { api, election, clock, observed: None, leading: None, doubt: scope.doubt.clone() };
     loop {
         let pause = this.step(&scope, &waits).await;
         let until = this.leading.map(|renewed| this.clock.instant(this.election.timings.leads_until(renewed)));
@@ -80,11 +84,13 @@ pub async fn run(
         if this.leading.is_none() && *scope.busy.borrow_and_update() {
             // Stepped down: what the leader ran must have ended before another claim.
             tokio::select! {
+                biased;
                 () = cancel.cancelled() => break,
                 _ = scope.busy.wait_for(|busy| !busy) => {}
             }
         }
         tokio::select! {
+            biased;
             () = cancel.cancelled() => break,
             () = tokio::time::sleep(pause) => {}
         }
@@ -124,8 +130,12 @@ impl Candidate {
                     return retry;
                 }
                 let object = object.clone();
+                let deserted = object.as_ref().is_some_and(|lease| self.is_deserted(lease));
                 self.claim(object, Some(transitions), timeout, waits).await;
                 if self.leading.is_some() {
+                    if deserted {
+                        self.doubt.send_replace(Some(Instant::now()));
+                    }
                     tracing::info!(identity = self.election.identity, "leading");
                 }
                 retry
@@ -148,6 +158,16 @@ impl Candidate {
         }
     }
 
+    /// Whether nobody renewed the Lease for longer than a change of leaders takes, by the wall clocks. Clocks that differ
+    /// make new nodes wait a little, or not; nothing else hangs on it.
+    fn is_deserted(&self, lease: &Lease) -> bool {
+        let renewed = lease.spec.as_ref().and_then(|spec| spec.renew_time.as_ref());
+        let longest = self.election.timings.duration() + 2 * self.election.timings.retry_period();
+        renewed.is_some_and(|at| {
+            Duration::try_from(self.clock.now().duration_since(at.0)).is_ok_and(|silent| silent > longest)
+        })
+    }
+
     fn deadline_or(&mut self, pause: Duration, now: Duration) -> Duration {
         let Some(renewed) = self.leading else { return pause };
         let deadline = self.election.timings.leads_until(renewed);
@@ -166,6 +186,12 @@ impl Candidate {
 
     fn saw(&mut self, object: Option<Lease>) {
         let now = self.clock.monotonic();
+        let version = |object: Option<&Lease>| object.and_then(|lease| lease.resource_version()?.parse::<u64>().ok());
+        let last = self.observed.as_ref().and_then(|(_, last)| version(last.as_ref()));
+        if last.is_some() && version(object.as_ref()) < last {
+            tracing::warn!("the Lease went back to an older version, or was deleted");
+            self.doubt.send_replace(Some(Instant::now()));
+        }
         let record = object.as_ref().map(record);
         match &mut self.observed {
             Some((observed, last)) => {

@@ -29,21 +29,36 @@ pub enum RecordsError {
     },
 }
 
+/// Why records were not replaced.
+#[derive(Debug, thiserror::Error)]
+pub enum WriteError {
+    /// Nothing changed, or what changed is not known.
+    #[error(transparent)]
+    Failed(#[from] RecordsError),
+    /// Somebody else's records are there: another leader's, or those of a backup. Whatever was planned without them is
+    /// void.
+    #[error("ConfigMap {CONFIG_MAP} was changed by somebody else")]
+    Replaced(Records),
+}
+
 /// Reads and writes the ConfigMap; writes only while this process leads.
+///
+/// A write replaces exactly the records that this store last saw. So of two processes that both believe to lead, one
+/// learns of the other here, before any node hears of what it planned.
 #[derive(Debug)]
 pub struct RecordStore {
     api: Api<ConfigMap>,
     namespace: String,
     leadership: Leadership,
-    /// Resource version that the next write replaces; none while the object does not exist.
-    version: Option<String>,
+    /// Resource version that the next write replaces, and what it holds; no version while the object does not exist.
+    seen: (Option<String>, Records),
 }
 
 impl RecordStore {
     /// The ConfigMap of this namespace.
     #[must_use]
     pub fn new(client: Client, namespace: String, leadership: Leadership) -> Self {
-        Self { api: Api::namespaced(client, &namespace), namespace, leadership, version: None }
+        Self { api: Api::namespaced(client, &namespace), namespace, leadership, seen: (None, Records::default()) }
     }
 
     /// What is recorded; empty without the object.
@@ -52,18 +67,20 @@ impl RecordStore {
     /// See [`RecordsError`].
     pub async fn read(&mut self) -> Result<Records, RecordsError> {
         let object = write("get", KIND, CONFIG_MAP, self.api.get_opt(CONFIG_MAP)).await?;
-        self.version = object.as_ref().and_then(ResourceExt::resource_version);
+        let version = object.as_ref().and_then(ResourceExt::resource_version);
         let data = object.and_then(|object| object.data).unwrap_or_default();
-        Records::from_data(&data).map_err(|error| self.content(error.to_string()))
+        let records = Records::from_data(&data).map_err(|error| self.content(error.to_string()))?;
+        self.seen = (version, records.clone());
+        Ok(records)
     }
 
     /// Replaces what is recorded, provided that nobody else changed it since it was read or written here.
     ///
     /// # Errors
-    /// See [`RecordsError`].
-    pub async fn write(&mut self, records: &Records) -> Result<(), RecordsError> {
+    /// See [`WriteError`].
+    pub async fn write(&mut self, records: &Records) -> Result<(), WriteError> {
         let data = records.to_data().map_err(|error| self.content(error.to_string()))?;
-        let object = match &self.version {
+        let object = match &self.seen.0 {
             None => {
                 let object = ConfigMap {
                     metadata: ObjectMeta { name: Some(CONFIG_MAP.to_owned()), ..ObjectMeta::default() },
@@ -83,14 +100,20 @@ impl RecordStore {
         };
         match object {
             Ok(object) => {
-                self.version = object.resource_version();
+                self.seen = (object.resource_version(), records.clone());
                 Ok(())
             }
             Err(error) => {
                 // The write may have arrived in spite of the error: only what is read again can be replaced.
-                let now = write("get", KIND, CONFIG_MAP, self.api.get_opt(CONFIG_MAP)).await?;
-                self.version = now.as_ref().and_then(ResourceExt::resource_version);
-                Err(error.into())
+                let before = self.seen.1.clone();
+                let now = self.read().await?;
+                if now == *records {
+                    Ok(())
+                } else if now == before {
+                    Err(WriteError::Failed(error.into()))
+                } else {
+                    Err(WriteError::Replaced(now))
+                }
             }
         }
     }

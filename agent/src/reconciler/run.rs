@@ -61,6 +61,7 @@ pub async fn run<O: Operations>(
         published,
     };
     tokio::select! {
+        biased;
         () = cancel.cancelled() => return,
         _ = desired.synced() => {}
     }
@@ -92,6 +93,7 @@ pub async fn run<O: Operations>(
         let next_retry = this.retries.next().map(|at| this.clock.instant(at));
         let wake = [full_pass_due, next_retry].into_iter().flatten().min();
         tokio::select! {
+            biased;
             () = cancel.cancelled() => return,
             () = desired.changed() => {}
             () = this.operations.changed() => full_pass_due = Some(Instant::now()),
@@ -111,6 +113,7 @@ impl<O: Operations> Loop<O> {
     ) -> Result<(), Option<Duration>> {
         // Reading may wait for what does not come any more, for example a table whose watch has ended with this scope.
         let observed = tokio::select! {
+            biased;
             () = cancel.cancelled() => return Ok(()),
             observed = self.operations.observe() => observed,
         };
@@ -211,7 +214,7 @@ impl<O: Operations> Loop<O> {
 
     fn failed(&mut self, key: &O::Key, tried: Option<O::Value>, error: &O::Error) {
         let now = self.clock.monotonic();
-        let retry = self.retries.failed(key.clone(), error.class(), now, rand::random());
+        let retry = self.retries.failed(key.clone(), error.class(), now, self.clock.jitter());
         self.tried.insert(key.clone(), tried);
         let attempts = self.retries.state(key).map_or(1, |(attempts, _)| attempts);
         let next_try = match retry {
@@ -230,7 +233,7 @@ impl<O: Operations> Loop<O> {
     }
 
     fn delay(&self, attempts: u32) -> Duration {
-        self.options.backoff.delay(attempts, rand::random())
+        self.options.backoff.delay(attempts, self.clock.jitter())
     }
 
     fn publish(&mut self) {

@@ -84,6 +84,10 @@ impl Faults {
         self.spared = spared.iter().map(|resource| (*resource).to_owned()).collect();
     }
 
+    pub(super) fn clear(&mut self) {
+        self.asked.clear();
+    }
+
     pub(super) fn ask(&mut self, calls: CallMatch, fault: Fault, times: usize) {
         self.asked.push((calls, fault, times));
     }

@@ -116,6 +116,9 @@ pub enum Link {
     Refused,
     /// Packets are lost: calls wait until the link is up again, and watches bring nothing.
     Silent,
+    /// Packets are kept: what a client in this process sends arrives when the link is up again, even if the client has
+    /// given up on it by then, and watches bring nothing. To everybody else a process is like that while it is paused.
+    Held,
 }
 
 /// Who calls: a name for the record, and for clients in this process which one of that name it is.
@@ -197,6 +200,19 @@ pub struct ApiServer {
     shared: Arc<Shared>,
 }
 
+/// A write, as it is kept.
+#[derive(Clone, Debug)]
+pub struct ObjectChange {
+    /// Plural name of the resource.
+    pub resource: String,
+    /// Name of the object.
+    pub name: String,
+    /// The object before; none when it was created.
+    pub before: Option<Arc<Value>>,
+    /// The object after; none when it was deleted.
+    pub after: Option<Arc<Value>>,
+}
+
 /// An answer before it becomes HTTP.
 enum Answer {
     Json(u16, Value),
@@ -237,7 +253,12 @@ impl ApiServer {
             async move {
                 let (parts, body) = request.into_parts();
                 let body = read_body(body).await?;
-                server.answer(Some(caller), &parts, &body).await
+                if server.shared.links.borrow().of(&caller) != Link::Held {
+                    return server.answer(Some(caller), &parts, &body).await;
+                }
+                // A task of its own arrives even when the client has dropped the call.
+                let sent = tokio::spawn(async move { server.answer(Some(caller), &parts, &body).await });
+                sent.await.map_err(io::Error::other)?
             }
         });
         (kube::Client::new(service, "default"), Lifeline { shared: Arc::clone(&self.shared), id })
@@ -257,6 +278,11 @@ impl ApiServer {
     /// Lets the next `times` calls that match meet this fault.
     pub fn ask_fault(&self, calls: CallMatch, fault: Fault, times: usize) {
         self.shared.lock_faults().ask(calls, fault, times);
+    }
+
+    /// Forgets the faults that were asked for and have met no call yet.
+    pub fn clear_faults(&self) {
+        self.shared.lock_faults().clear();
     }
 
     /// Sets the way to the server for every client.
@@ -286,16 +312,46 @@ impl ApiServer {
         self.shared.lock().store.compact();
     }
 
+    /// Lets the resource version jump, as it does when the rest of a cluster writes.
+    pub fn skip_revisions(&self, count: u64) {
+        let mut state = self.shared.lock();
+        state.store.skip(count);
+        self.publish(state);
+    }
+
+    /// The current resource version.
+    pub fn revision(&self) -> u64 {
+        self.shared.lock().store.revision()
+    }
+
+    /// What was written after a resource version, oldest first, past links, faults and the record of calls.
+    ///
+    /// # Errors
+    /// 410 when some of it has been forgotten.
+    pub fn changes_after(&self, revision: u64) -> Result<Vec<ObjectChange>, ApiError> {
+        let state = self.shared.lock();
+        let changes = state.store.changes_after(revision)?;
+        Ok(changes
+            .map(|change| ObjectChange {
+                resource: change.key.storage.plural.to_string(),
+                name: change.key.name.clone(),
+                before: change.before.clone(),
+                after: (!change.deleted).then(|| Arc::clone(&change.after)),
+            })
+            .collect())
+    }
+
     /// The state as it is now.
     pub fn snapshot(&self) -> Snapshot {
         Snapshot(self.shared.lock().clone())
     }
 
     /// Goes back to an older state, as after the restore of an etcd backup: later writes are lost, the resource version
-    /// counts on from the older one, and every watch ends.
+    /// counts on from the older one, and every watch ends. UIDs that were given since are not given again.
     pub fn restore_from(&self, snapshot: &Snapshot) {
         let mut state = self.shared.lock();
-        *state = snapshot.0.clone();
+        let lost = std::mem::replace(&mut *state, snapshot.0.clone());
+        state.keep_drawing_from(lost);
         state.store.compact();
         let revision = state.store.revision();
         drop(state);
@@ -457,7 +513,7 @@ impl ApiServer {
             match links.borrow_and_update().of(caller) {
                 Link::Up => return Ok(()),
                 Link::Refused => return Err(io::ErrorKind::ConnectionRefused.into()),
-                Link::Silent => {}
+                Link::Silent | Link::Held => {}
             }
             links.changed().await.map_err(io::Error::other)?;
         }

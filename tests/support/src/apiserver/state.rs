@@ -94,6 +94,11 @@ impl State {
         state
     }
 
+    /// Goes on with the random numbers of another state, which this one takes the place of.
+    pub(super) fn keep_drawing_from(&mut self, other: Self) {
+        self.random = other.random;
+    }
+
     /// A version 4 UUID from the server's own source of randomness.
     fn uid(&mut self) -> String {
         let (high, low) = (self.random.random::<u64>(), self.random.random::<u64>());

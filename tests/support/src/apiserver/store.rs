@@ -51,6 +51,11 @@ impl Store {
         self.revision
     }
 
+    /// Leaves out this many revisions, as if others had written.
+    pub(super) fn skip(&mut self, count: u64) {
+        self.revision += count;
+    }
+
     pub(super) fn get(&self, key: &Key) -> Option<&Arc<Value>> {
         self.objects.get(key)
     }

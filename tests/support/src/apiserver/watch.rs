@@ -148,11 +148,12 @@ impl Watch {
                         continue;
                     }
                 }
-                Some(Link::Silent) => {}
+                Some(Link::Silent | Link::Held) => {}
             }
             let bookmark = if self.bookmarks { self.next_bookmark } else { self.deadline };
             let up = link == Some(Link::Up);
             tokio::select! {
+                biased;
                 changed = links.changed() => if changed.is_err() { return None },
                 changed = revisions.changed(), if up => if changed.is_err() { return None },
                 () = sleep_until(self.deadline.min(bookmark)), if up => {}

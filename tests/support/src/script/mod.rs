@@ -9,8 +9,9 @@
 //! passes only when everything waits, so that a lease of fifteen seconds costs nothing and no test depends on how fast
 //! the machine is. One call in ten meets a fault unless the script says otherwise.
 //!
-//! A run is *nearly* repeatable: equal seeds give equal UIDs and equal faults for equal calls, but the jitter of back-offs
-//! comes from the process's own source of randomness. A script that fails for one seed is wrong, or has found something.
+//! A run is *nearly* repeatable: equal seeds give equal UIDs, faults and jitter, but tokio draws the order in which a
+//! channel wakes its readers from the process. A script that fails for one seed is wrong, or has found something.
+//! [`simulation`] writes scripts by itself.
 //!
 //! What a green run does not prove: see [`crate::apiserver`] for the API, and [`memory`] for the kernel.
 
@@ -18,6 +19,7 @@ mod archive;
 mod commands;
 mod line;
 pub mod memory;
+pub mod simulation;
 mod world;
 
 use std::fmt::{self, Write as _};

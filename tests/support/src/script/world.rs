@@ -12,7 +12,9 @@ use cistern::app::operator;
 use cistern::app::operator_role::{self, Operator};
 use cistern::clock::Clock;
 use cistern::kubernetes::client::Client;
+use cistern::kubernetes::lease::Election;
 use cistern::state::StateDir;
+use cistern_core::ipam::cluster::cluster_pool::BLOCK_QUARANTINE;
 use cistern_core::ipam::lease::RecordTimes;
 use cistern_core::settings::{Command, Directory, Layers, Settings};
 use rand::rngs::SmallRng;
@@ -48,8 +50,14 @@ pub(super) struct World {
     machines: BTreeMap<String, Machine>,
     /// Running roles by (role, name).
     roles: BTreeMap<(String, String), Role>,
+    /// How many machines there were so far.
+    made: u32,
     faults: u8,
     random: SmallRng,
+    /// Whether nodes have a masquerading datapath.
+    pub(super) datapath: bool,
+    /// How long the block of a deleted node rests.
+    pub(super) quarantine: Duration,
 }
 
 /// A running agent or operator.
@@ -101,8 +109,11 @@ impl World {
             generations: BTreeMap::new(),
             machines: BTreeMap::new(),
             roles: BTreeMap::new(),
+            made: 0,
             faults,
             random: SmallRng::seed_from_u64(seed),
+            datapath: true,
+            quarantine: BLOCK_QUARANTINE,
         })
     }
 
@@ -124,18 +135,27 @@ impl World {
 
     /// Adds a machine and its Node, as kubelet registers it.
     pub(super) fn add_machine(&mut self, name: &str) -> Result<(), String> {
-        let host = u32::try_from(self.machines.len()).unwrap_or(u32::MAX).saturating_add(1);
-        let address = Ipv4Addr::from(u32::from(NODES).saturating_add(host));
+        self.made = self.made.saturating_add(1);
+        let address = Ipv4Addr::from(u32::from(NODES).saturating_add(self.made));
         let machine = Machine::new(address, self.random.random(), self.faults).map_err(|error| error.to_string())?;
+        self.machines.insert(name.to_owned(), machine);
+        self.register_node(name)
+    }
+
+    /// Makes the Node of a machine, as kubelet does when there is none.
+    pub(super) fn register_node(&self, name: &str) -> Result<(), String> {
         let node = json!({
             "apiVersion": "v1",
             "kind": "Node",
             "metadata": {"name": name},
-            "status": {"addresses": [{"type": "InternalIP", "address": address.to_string()}]},
+            "status": {"addresses": [{"type": "InternalIP", "address": self.machine(name)?.address.to_string()}]},
         });
-        self.server.create(&node).map_err(|error| error.to_string())?;
-        self.machines.insert(name.to_owned(), machine);
-        Ok(())
+        self.server.create(&node).map(drop).map_err(|error| error.to_string())
+    }
+
+    /// Takes a machine away, with its kernel and its disk. Its agent must have ended.
+    pub(super) fn remove_machine(&mut self, name: &str) -> Result<(), String> {
+        self.machines.remove(name).map(drop).ok_or_else(|| format!("there is no machine {name}"))
     }
 
     /// Reboots a machine whose agent does not run.
@@ -156,7 +176,7 @@ impl World {
         let shared = Shared::new(self.clock());
         let (client, lifeline) = self.server.mortal_client_as(name);
         let cancel = CancellationToken::new();
-        let operator = operator_with(&settings, client, &shared)?;
+        let operator = self.operator_with(&settings, client, &shared)?;
         let task = tokio::spawn(operator_role::run(operator, cancel.clone()));
         self.add_role("operator", name, Role { cancel, task, lifeline, agent: None })
     }
@@ -167,10 +187,13 @@ impl World {
         let shared = Shared::new(self.clock());
         let (client, lifeline) = self.server.mortal_client_as(name);
         let mut draws = SmallRng::seed_from_u64(self.random.random());
-        let machine = self.machine(name)?;
-        let grasp = machine.grasp();
         let operator =
-            if settings.leader_election { Some(operator_with(&settings, client.clone(), &shared)?) } else { None };
+            if settings.leader_election { Some(self.operator_with(&settings, client.clone(), &shared)?) } else { None };
+        let machine = self.machine(name)?;
+        let mut grasp = machine.grasp();
+        if !self.datapath {
+            grasp.targets.datapath = None;
+        }
         let agent = Agent {
             build: "script".to_owned(),
             settings,
@@ -204,6 +227,24 @@ impl World {
         let role = self.roles.get(&("agent".to_owned(), name.to_owned()));
         let answers = role.and_then(|role| role.agent.as_ref()).map(|(answers, _)| Arc::clone(answers));
         answers.ok_or_else(|| format!("agent {name} does not run"))
+    }
+
+    /// The operator's duties as the settings want them.
+    fn operator_with(&mut self, settings: &Settings, client: Client, shared: &Shared) -> Result<Operator, String> {
+        let election = operator::election(settings).map_err(|error| format!("{error:#}"))?;
+        let pool = operator::pool(settings).map_err(|error| format!("{error:#}"))?;
+        Ok(Operator {
+            client,
+            election: Election {
+                identity: format!("{}-{:08x}", settings.node_name, self.random.random::<u32>()),
+                ..election
+            },
+            pool: pool.map(|pool| pool.with_quarantine(self.quarantine)),
+            leader: Arc::clone(&shared.leader),
+            targets: Arc::clone(&shared.targets),
+            waits: shared.waits.clone(),
+            clock: shared.clock,
+        })
     }
 
     fn clock(&self) -> Clock {
@@ -240,19 +281,6 @@ impl World {
         }
         Ok(())
     }
-}
-
-/// The operator's duties as the settings want them.
-fn operator_with(settings: &Settings, client: Client, shared: &Shared) -> Result<Operator, String> {
-    Ok(Operator {
-        client,
-        election: operator::election(settings).map_err(|error| format!("{error:#}"))?,
-        pool: operator::pool(settings).map_err(|error| format!("{error:#}"))?,
-        leader: Arc::clone(&shared.leader),
-        targets: Arc::clone(&shared.targets),
-        waits: shared.waits.clone(),
-        clock: shared.clock,
-    })
 }
 
 /// Settings as `cistern` itself reads them from a mounted ConfigMap.

@@ -130,6 +130,12 @@ impl Settings {
         let ipv6 = family_pool(Family::Ipv6, ipv6, &mut errors, &mut warnings);
         if errors.is_empty() { Ok((Self { ipv4, ipv6, quarantine }, warnings)) } else { Err(errors) }
     }
+
+    /// The same pool with another rest for the blocks of deleted nodes.
+    #[must_use]
+    pub fn with_quarantine(self, quarantine: Duration) -> Self {
+        Self { quarantine, ..self }
+    }
 }
 
 fn family_pool(
@@ -225,6 +231,9 @@ pub struct Records {
     /// UIDs of nodes whose `podCIDRs` are refused: they come last when the next leader judges claims, so that who won a
     /// block keeps it.
     pub refused: BTreeSet<String>,
+    /// The blocks of each node that has any, by name: who has what is decided here, and not by what a CiliumNode says
+    /// after somebody edited it. It also tells the next leader of nodes that went while nobody led.
+    pub blocks: BTreeMap<String, Vec<IpNet>>,
 }
 
 /// A ConfigMap that cannot be read. Nothing may be planned before somebody repairs or deletes it: it may name blocks that
@@ -239,6 +248,7 @@ pub struct RecordsError {
 const QUARANTINE_KEY: &str = "quarantine.json";
 const POOLS_KEY: &str = "pools.json";
 const REFUSED_KEY: &str = "refused.json";
+const BLOCKS_KEY: &str = "blocks.json";
 
 impl Records {
     /// As `data` of the ConfigMap.
@@ -254,6 +264,7 @@ impl Records {
             text(QUARANTINE_KEY, serde_json::to_string(&self.quarantine))?,
             text(POOLS_KEY, serde_json::to_string(&self.pools))?,
             text(REFUSED_KEY, serde_json::to_string(&self.refused))?,
+            text(BLOCKS_KEY, serde_json::to_string(&self.blocks))?,
         ]))
     }
 
@@ -273,14 +284,32 @@ impl Records {
             quarantine: list(data, QUARANTINE_KEY)?,
             pools: list(data, POOLS_KEY)?,
             refused: list(data, REFUSED_KEY)?,
+            blocks: list(data, BLOCKS_KEY)?,
         })
+    }
+
+    /// These records with what `earlier` knows and they do not contradict: what a leader had made durable, after somebody
+    /// put other records in their place, a backup of the API server for example.
+    #[must_use]
+    pub fn adopt(mut self, earlier: &Self) -> Self {
+        let mut known: Vec<IpNet> = self.quarantine.iter().map(|record| record.cidr).collect();
+        known.extend(self.blocks.values().flatten());
+        let new = |net: &IpNet| !known.iter().any(|known| overlaps(known, net));
+        for (name, blocks) in earlier.blocks.iter().filter(|(_, blocks)| blocks.iter().all(new)) {
+            self.blocks.entry(name.clone()).or_insert_with(|| blocks.clone());
+        }
+        self.quarantine.extend(earlier.quarantine.iter().filter(|record| new(&record.cidr)).cloned());
+        self.pools.extend(earlier.pools.iter().filter(|pool| !self.pools.contains(pool)).copied().collect::<Vec<_>>());
+        self.refused.extend(earlier.refused.iter().cloned());
+        self
     }
 }
 
 /// What a known node holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Known {
-    uid: String,
+    /// Of its CiliumNode; none while the node is only known from the records.
+    uid: Option<String>,
     blocks: Vec<Block<String>>,
 }
 
@@ -302,12 +331,14 @@ pub struct Ledger {
     nodes: BTreeMap<String, Known>,
     /// UIDs of nodes whose claim was refused in the last plan.
     refused: BTreeSet<String>,
+    /// Blocks that such nodes list, and which of them does: pods may have addresses from there.
+    avoided: BTreeMap<IpNet, String>,
     quarantine: Duration,
 }
 
 impl Ledger {
-    /// The ledger of a new leader: nobody is known yet, the recorded blocks rest. The first [`plan`] books what the
-    /// nodes list.
+    /// The ledger of a new leader: recorded nodes have their blocks, recorded blocks rest. The first [`plan`] books what
+    /// other nodes list.
     #[must_use]
     pub fn take_over(settings: &Settings, records: &Records, now: Timestamp) -> Self {
         let Settings { mut ipv4, mut ipv6, quarantine } = settings.clone();
@@ -326,7 +357,13 @@ impl Ledger {
                 }
             }
         }
-        Self { ipv4, ipv6, nodes: BTreeMap::new(), refused: records.refused.clone(), quarantine }
+        let (refused, avoided) = (records.refused.clone(), BTreeMap::new());
+        let mut ledger = Self { ipv4, ipv6, nodes: BTreeMap::new(), refused, avoided, quarantine };
+        for (name, blocks) in &records.blocks {
+            // What cannot be booked any more is a claim of its node, to be judged as one.
+            let _ = ledger.book(name, None, blocks);
+        }
+        ledger
     }
 
     /// The blocks of a known node, in the order of its `podCIDRs`.
@@ -409,22 +446,39 @@ impl Ledger {
         Ok(if listed.is_empty() { Claim::Nothing } else { Claim::Blocks(listed) })
     }
 
-    /// Books what [`Self::judge`] accepted.
-    fn book(&mut self, node: &Node, listed: &[IpNet]) -> Result<(), String> {
+    /// Books what [`Self::judge`] accepted, or what is recorded.
+    fn book(&mut self, name: &str, uid: Option<&str>, listed: &[IpNet]) -> Result<(), String> {
+        let name = name.to_owned();
         let mut blocks = Vec::new();
         for family in [Family::Ipv4, Family::Ipv6] {
             if let Some(set) = self.set_mut(family) {
-                let claimed = set.claim(&of_family(listed, family), &node.name);
-                blocks.extend(claimed.map_err(|error| error.to_string())?);
+                blocks.extend(set.claim(&of_family(listed, family), &name).map_err(|error| error.to_string())?);
             }
         }
-        self.nodes.insert(node.name.clone(), Known { uid: node.uid.clone(), blocks });
+        self.nodes.insert(name, Known { uid: uid.map(str::to_owned), blocks });
         Ok(())
+    }
+
+    /// Lets blocks rest that a node listed without having them and lists no more, unless somebody has them.
+    fn rest_unlisted(&mut self, avoided: BTreeMap<IpNet, String>, now: Timestamp) {
+        let until = later(now, self.quarantine);
+        for (net, owner) in std::mem::replace(&mut self.avoided, avoided) {
+            let listed = self.avoided.contains_key(&net);
+            if !listed && let Some(set) = self.set_mut(Family::of_net(&net)) {
+                set.restore_quarantine(Quarantined { net, owner, since: now, until });
+            }
+        }
     }
 
     /// Gives a node a block of each family that has a pool and that it has none of, all or nothing: first what it had
     /// itself a short while ago, then the next free one.
-    fn complete(&mut self, node: &Node, avoid: &[IpNet], full: &mut BTreeSet<Family>) -> Result<(), String> {
+    fn complete(
+        &mut self,
+        node: &Node,
+        avoid: &[IpNet],
+        settled: bool,
+        full: &mut BTreeSet<Family>,
+    ) -> Result<(), String> {
         let has = |family| {
             let known = self.nodes.get(&node.name);
             known.is_some_and(|known| known.blocks.iter().any(|block| Family::of_net(&block.net) == family))
@@ -432,7 +486,14 @@ impl Ledger {
         let missing: Vec<Family> = self.sets().map(|(family, _)| family).filter(|family| !has(*family)).collect();
         for family in &missing {
             let Some(set) = self.set(*family) else { continue };
-            if set.own_quarantined(&node.name, avoid).is_none() && (full.contains(family) || set.peek(avoid).is_err()) {
+            let own = set.own_quarantined(&node.name, avoid);
+            if own.is_none() && !settled {
+                return Err(format!(
+                    "no {family} pod CIDR yet: nobody led for a while, or the API server was restored from a backup, and \
+                     nodes list first what they have; a minute later this node gets one"
+                ));
+            }
+            if own.is_none() && (full.contains(family) || set.peek(avoid).is_err()) {
                 full.insert(*family);
                 return Err(format!(
                     "unable to allocate a {family} pod CIDR: the pool is full ({set}); add a CIDR to the list, or wait \
@@ -449,7 +510,8 @@ impl Ledger {
             };
             blocks.extend(given);
         }
-        let known = self.nodes.entry(node.name.clone()).or_insert(Known { uid: node.uid.clone(), blocks: Vec::new() });
+        let known =
+            self.nodes.entry(node.name.clone()).or_insert(Known { uid: Some(node.uid.clone()), blocks: Vec::new() });
         known.blocks.extend(blocks);
         known.blocks.sort_by_key(|block| Family::of_net(&block.net));
         Ok(())
@@ -457,7 +519,7 @@ impl Ledger {
 
     /// The part of `avoid` that hand-outs must pass over: what lies inside an element of the pool. What holds a whole
     /// element cannot have come from this pool, and must not stop it.
-    fn inside_pool(&self, avoid: BTreeSet<IpNet>) -> Vec<IpNet> {
+    fn inside_pool(&self, mut avoid: BTreeMap<IpNet, String>) -> BTreeMap<IpNet, String> {
         let carvings: Vec<Carving> = self.sets().flat_map(|(_, set)| set.carvings()).copied().collect();
         let inside = |net: &IpNet| {
             let one_block = carvings.iter().any(|carving| carving.is_block(net));
@@ -465,7 +527,8 @@ impl Ledger {
                 && !carvings.iter().any(|carving| net.contains(&carving.cidr()));
             one_block || part
         };
-        avoid.into_iter().filter(inside).collect()
+        avoid.retain(|net, _| inside(net));
+        avoid
     }
 
     /// Told to a node whose block belongs to the pool as it was configured before.
@@ -485,7 +548,12 @@ impl Ledger {
     }
 
     fn records(&self) -> Records {
-        let mut records = Records { refused: self.refused.clone(), ..Records::default() };
+        let blocks = self
+            .nodes
+            .iter()
+            .map(|(name, known)| (name.clone(), known.blocks.iter().map(|block| block.net).collect::<Vec<_>>()));
+        let blocks = blocks.filter(|(_, blocks)| !blocks.is_empty()).collect();
+        let mut records = Records { refused: self.refused.clone(), blocks, ..Records::default() };
         for (_, set) in self.sets() {
             records.quarantine.extend(set.quarantined().map(|entry| {
                 let Quarantined { net: cidr, owner: node, since, until } = entry;
@@ -519,6 +587,9 @@ pub struct Input {
     /// Whether `nodes` comes from a list that was read whole after leadership was won, and the records were read too.
     /// Nothing is planned before.
     pub synced: bool,
+    /// Whether nodes had the time to list what they have. Before, a node gets no block but its own: the API server may
+    /// have lost what earlier leaders wrote.
+    pub settled: bool,
 }
 
 /// What shall become of a node.
@@ -558,33 +629,40 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
     nodes.sort_by_key(|node| (ledger.refused.contains(&node.uid), node.created, &node.uid, &node.name));
     let present: BTreeMap<&str, &str> = nodes.iter().map(|node| (node.name.as_str(), node.uid.as_str())).collect();
     let gone = |(name, known): (&String, &Known)| {
-        (present.get(name.as_str()) != Some(&known.uid.as_str())).then(|| name.clone())
+        let uid = present.get(name.as_str());
+        let same = uid.is_some_and(|uid| known.uid.as_ref().is_none_or(|known| known == uid));
+        (!same).then(|| name.clone())
     };
     for name in ledger.nodes.iter().filter_map(gone).collect::<Vec<_>>() {
         ledger.forget(&name, now);
     }
+    for (name, known) in &mut ledger.nodes {
+        known.uid = present.get(name.as_str()).map(|uid| (*uid).to_owned());
+    }
 
     // Claims first, over all nodes, so that nothing is given which somebody has.
     let mut errors: BTreeMap<&str, String> = BTreeMap::new();
-    let mut avoid: BTreeSet<IpNet> = BTreeSet::new();
+    let mut avoid: BTreeMap<IpNet, String> = BTreeMap::new();
     let mut refused = BTreeSet::new();
     for node in &nodes {
         let booked = match ledger.judge(node) {
-            Ok(Claim::Blocks(listed)) => ledger.book(node, &listed),
+            Ok(Claim::Blocks(listed)) => ledger.book(&node.name, Some(&node.uid), &listed),
             Ok(Claim::Nothing | Claim::Known) => Ok(()),
             Err(error) => Err(error),
         };
         if booked.is_err() {
             refused.insert(node.uid.clone());
-            avoid.extend(parse(&node.pod_cidrs).0.iter().map(IpNet::trunc));
+            avoid.extend(parse(&node.pod_cidrs).0.iter().map(|net| (net.trunc(), node.name.clone())));
         }
     }
     ledger.refused = refused;
     nodes.sort_by_key(|node| (node.created, &node.uid, &node.name));
     let avoid = ledger.inside_pool(avoid);
+    ledger.rest_unlisted(avoid.clone(), now);
+    let avoid: Vec<IpNet> = avoid.into_keys().collect();
     let mut full = BTreeSet::new();
     for node in nodes.iter().filter(|node| !node.deleting && !ledger.refused.contains(&node.uid)).collect::<Vec<_>>() {
-        if let Err(error) = ledger.complete(node, &avoid, &mut full) {
+        if let Err(error) = ledger.complete(node, &avoid, input.settled, &mut full) {
             errors.insert(&node.name, error);
         }
     }

@@ -40,6 +40,22 @@ pub(super) fn reboot(world: &World, arguments: &[&str]) -> Outcome {
     Ok(silent())
 }
 
+/// Takes machines away.
+pub(super) fn remove_machines(world: &mut World, names: &[&str]) -> Outcome {
+    for name in names {
+        world.remove_machine(name)?;
+    }
+    Ok(silent())
+}
+
+/// Makes the Nodes of machines anew.
+pub(super) fn register_machines(world: &World, names: &[&str]) -> Outcome {
+    for name in names {
+        world.register_node(name)?;
+    }
+    Ok(silent())
+}
+
 /// Asks for an address and prints it. The container's namespace is made with it.
 pub(super) async fn add(world: &mut World, arguments: &[&str]) -> Outcome {
     let [node, container] = exactly(arguments, "cni/add NODE CONTAINER")?;

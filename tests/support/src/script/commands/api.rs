@@ -130,8 +130,13 @@ pub(super) fn compact(world: &World) -> Outcome {
     Ok(silent())
 }
 
+/// By how much the resource version goes back when a backup is restored, at least.
+const LOST_REVISIONS: u64 = 100_000;
+
 pub(super) fn backup(world: &mut World) -> Outcome {
     world.backup = Some(world.server.snapshot());
+    // The rest of a cluster writes, too: a version from after the backup is not soon given again.
+    world.server.skip_revisions(LOST_REVISIONS);
     Ok(silent())
 }
 
@@ -145,6 +150,7 @@ pub(super) fn link(world: &World, command: &str, arguments: &[&str]) -> Outcome 
     let link = match command {
         "api/down" => Link::Refused,
         "api/silent" => Link::Silent,
+        "api/held" => Link::Held,
         _ => Link::Up,
     };
     match arguments {

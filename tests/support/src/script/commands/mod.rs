@@ -55,7 +55,7 @@ pub(super) async fn run(world: &mut World, words: &[String]) -> Outcome {
 
         "faults" => api::faults(world, arguments),
         "fault" => api::fault(world, arguments),
-        "api/down" | "api/silent" | "api/up" => api::link(world, command, arguments),
+        "api/down" | "api/silent" | "api/held" | "api/up" => api::link(world, command, arguments),
         "api/calls" => api::calls(world, arguments),
         "api/count" => api::count(world, arguments),
         "api/forget" => api::forget(world),
@@ -75,6 +75,8 @@ pub(super) async fn run(world: &mut World, words: &[String]) -> Outcome {
 
         "machine/add" => agent::add_machines(world, arguments),
         "machine/reboot" => agent::reboot(world, arguments),
+        "machine/remove" => agent::remove_machines(world, arguments),
+        "machine/register" => agent::register_machines(world, arguments),
         "cni/add" => agent::add(world, arguments).await,
         "cni/confirm" => agent::confirm(world, arguments).await,
         "cni/del" => agent::del(world, arguments).await,

@@ -53,7 +53,7 @@ impl Cluster {
     }
 
     fn plan(&self) -> Plan {
-        plan(&Input { nodes: self.nodes.clone(), synced: true }, self.ledger.clone(), self.now)
+        plan(&Input { nodes: self.nodes.clone(), synced: true, settled: true }, self.ledger.clone(), self.now)
     }
 
     /// Plans and applies; answers the names of the nodes that were written to.
@@ -144,7 +144,7 @@ fn a_claim_is_honoured_before_anything_is_given_in_whatever_order_nodes_are_list
 #[test]
 fn nothing_is_planned_before_the_list_is_complete() {
     let cluster = Cluster::new(pool(&["10.131.0.0/16"], 24), vec![node("q", 0, &[])]);
-    let input = Input { nodes: cluster.nodes.clone(), synced: false };
+    let input = Input { nodes: cluster.nodes.clone(), synced: false, settled: true };
     let plan = plan(&input, cluster.ledger.clone(), at(0));
     assert!(plan.nodes.is_empty());
     assert_eq!(plan.records, None);
@@ -243,10 +243,13 @@ fn a_node_that_lists_another_block_than_it_was_given_is_told_so_and_the_ledger_s
     cluster.round();
     assert_eq!(cluster.cidrs("n3"), ["10.33.0.192/26"]);
     assert!(cluster.get("n4").error.contains("full"));
-    // Mended: all is well again, and the block that was listed wrongly is free.
+    // Mended: all is well again, and the block that was listed wrongly rests, since pods may have addresses of it.
     cluster.get_mut("n1").pod_cidrs = vec!["10.33.0.0/26".to_owned()];
     cluster.round();
     assert_eq!(cluster.get("n1").error, "");
+    assert!(cluster.get("n4").error.contains("full"));
+    cluster.now = at(BLOCK_QUARANTINE.as_secs() as i64);
+    cluster.round();
     assert_eq!(cluster.cidrs("n4"), ["10.33.0.128/26"]);
 }
 
@@ -401,11 +404,68 @@ fn the_block_of_a_deleted_node_rests_and_another_leader_knows_it() {
     cluster.round();
     assert!(cluster.get("n6").error.contains("quarantine"), "{}", cluster.get("n6").error);
     cluster.nodes.retain(|node| node.name != "n6");
+    cluster.round();
     cluster.now = at(BLOCK_QUARANTINE.as_secs() as i64);
     assert_eq!(cluster.round(), ["n5"]);
     assert_eq!(cluster.cidrs("n5"), ["10.33.0.64/26"]);
     assert_eq!(cluster.get("n5").error, "");
     assert!(cluster.records.quarantine.is_empty());
+}
+
+#[test]
+fn an_edited_object_is_no_claim_for_the_next_leader() {
+    let mut cluster = Cluster::new(pool(&["10.33.0.0/24"], 26), vec![node("n1", 1, &[])]);
+    cluster.round();
+    cluster.get_mut("n1").pod_cidrs = vec!["10.33.0.128/26".to_owned()];
+    cluster.new_leader();
+    cluster.nodes.push(node("n2", 2, &[]));
+    cluster.round();
+    assert!(cluster.get("n1").error.contains("was given 10.33.0.0/26"), "{}", cluster.get("n1").error);
+    assert_eq!(cluster.cidrs("n2"), ["10.33.0.64/26"]);
+}
+
+#[test]
+fn the_block_of_a_node_that_went_while_nobody_led_rests() {
+    let mut cluster = five_nodes();
+    cluster.nodes.retain(|node| node.name != "n2");
+    cluster.now = at(100);
+    cluster.new_leader();
+    cluster.round();
+    assert!(cluster.get("n5").error.contains("full"));
+    assert_eq!(cluster.records.quarantine[0].until, at(100 + BLOCK_QUARANTINE.as_secs() as i64));
+}
+
+#[test]
+fn until_it_has_settled_a_node_gets_no_block_but_its_own() {
+    let mut cluster = five_nodes();
+    cluster.settings = pool(&["10.33.0.0/25", "10.34.0.0/25", "10.35.0.0/25"], 26);
+    cluster.nodes.retain(|node| node.name != "n2");
+    cluster.round();
+    cluster.nodes.push(Node { uid: "uid-again".to_owned(), ..node("n2", 2, &[]) });
+    cluster.new_leader();
+    let planned = plan(
+        &Input { nodes: cluster.nodes.clone(), synced: true, settled: false },
+        cluster.ledger.clone(),
+        cluster.now,
+    );
+    cluster.apply(planned);
+    assert_eq!(cluster.cidrs("n2"), ["10.33.0.64/26"]);
+    assert!(cluster.get("n5").error.contains("restored from a backup"), "{}", cluster.get("n5").error);
+    cluster.round();
+    assert_eq!(cluster.cidrs("n5"), ["10.35.0.0/26"]);
+    assert_eq!(cluster.get("n5").error, "");
+}
+
+#[test]
+fn records_from_a_backup_keep_what_was_recorded_since_unless_they_contradict() {
+    let of = |blocks: &[(&str, &str)]| Records {
+        blocks: blocks.iter().map(|(name, block)| ((*name).to_owned(), vec![net(block)])).collect(),
+        ..Records::default()
+    };
+    let backup = of(&[("n1", "10.33.0.0/26"), ("n2", "10.33.0.64/26")]);
+    let since = of(&[("n1", "10.33.0.0/26"), ("n3", "10.33.0.64/26"), ("n4", "10.33.0.128/26")]);
+    let both = of(&[("n1", "10.33.0.0/26"), ("n2", "10.33.0.64/26"), ("n4", "10.33.0.128/26")]);
+    assert_eq!(backup.adopt(&since), both);
 }
 
 #[test]

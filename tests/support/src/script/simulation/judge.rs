@@ -1,0 +1,182 @@
+//! The rules, and what must be remembered to check them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ipnet::Ipv4Net;
+use jiff::Timestamp;
+use serde_json::Value;
+
+use super::QUARANTINE;
+use crate::apiserver::ObjectChange;
+
+/// Who made a change that is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Hand {
+    /// Agents and operators.
+    Ours,
+    /// A person.
+    Person,
+}
+
+/// A block that somebody had.
+struct Rest {
+    block: Ipv4Net,
+    node: String,
+    since: Timestamp,
+}
+
+/// What is known of the objects and of the machines.
+#[derive(Default)]
+pub(super) struct Judge {
+    /// Blocks by CiliumNode.
+    listed: BTreeMap<String, BTreeSet<Ipv4Net>>,
+    /// Blocks that pods of a running machine may have addresses of.
+    used: BTreeMap<String, Ipv4Net>,
+    resting: Vec<Rest>,
+    /// What people wrote into objects, by node.
+    by_hand: BTreeSet<(String, Ipv4Net)>,
+    /// Addresses of pods that run.
+    addresses: BTreeMap<String, (String, String)>,
+}
+
+/// Slack of the clock: changes are looked at twice a second, and a deletion is noticed a little after it happened.
+const SLACK: i64 = 1;
+
+fn overlap(a: &Ipv4Net, b: &Ipv4Net) -> bool {
+    a.contains(b) || b.contains(a)
+}
+
+/// The blocks that a CiliumNode lists.
+pub(super) fn blocks(object: &Value) -> BTreeSet<Ipv4Net> {
+    let list = object.pointer("/spec/ipam/podCIDRs").and_then(Value::as_array);
+    list.into_iter().flatten().filter_map(|text| text.as_str()?.parse().ok()).collect()
+}
+
+impl Judge {
+    /// Looks at one change.
+    ///
+    /// # Errors
+    /// The rule that it breaks.
+    pub(super) fn see(&mut self, change: &ObjectChange, hand: Hand, now: Timestamp) -> Result<Option<String>, String> {
+        if change.resource != "ciliumnodes" {
+            return Ok(None);
+        }
+        let name = &change.name;
+        let before = change.before.as_deref().map(blocks).unwrap_or_default();
+        let Some(after) = change.after.as_deref().map(blocks) else {
+            self.listed.remove(name);
+            for block in before {
+                // What a person wrote, and no node used, was nobody's block.
+                if !self.by_hand.contains(&(name.clone(), block)) || self.used.get(name) == Some(&block) {
+                    self.resting.push(Rest { block, node: name.clone(), since: now });
+                }
+            }
+            return Ok(Some(format!("{name} deleted")));
+        };
+        let given = change.before.is_some() && hand == Hand::Ours;
+        for block in after.difference(&before) {
+            if hand == Hand::Person {
+                self.by_hand.insert((name.clone(), *block));
+            }
+            if given {
+                self.may_be_given(name, block, now)?;
+            }
+        }
+        let news = (before != after || change.before.is_none()).then(|| format!("{name} lists {after:?}"));
+        self.listed.insert(name.clone(), after);
+        Ok(news)
+    }
+
+    fn may_be_given(&self, name: &str, block: &Ipv4Net, now: Timestamp) -> Result<(), String> {
+        for (other, blocks) in self.listed.iter().filter(|(other, _)| *other != name) {
+            // Nobody can know what a person is writing at this moment.
+            if let Some(theirs) = blocks
+                .iter()
+                .find(|theirs| overlap(theirs, block) && !self.by_hand.contains(&(other.clone(), **theirs)))
+            {
+                return Err(format!("{block} is given to {name} while {other} lists {theirs}"));
+            }
+        }
+        if let Some((other, theirs)) = self.used.iter().find(|(other, theirs)| *other != name && overlap(theirs, block))
+        {
+            return Err(format!("{block} is given to {name} while {other} gives addresses from {theirs}"));
+        }
+        let fresh =
+            |rest: &&Rest| now.duration_since(rest.since).as_secs() + SLACK < QUARANTINE.as_secs().cast_signed();
+        if let Some(rest) =
+            self.resting.iter().filter(fresh).find(|rest| rest.node != name && overlap(&rest.block, block))
+        {
+            return Err(format!(
+                "{block} is given to {name} though {} lost {} at {}",
+                rest.node, rest.block, rest.since
+            ));
+        }
+        Ok(())
+    }
+
+    /// A machine's agent gives addresses from this block.
+    ///
+    /// # Errors
+    /// When it gave them from another before.
+    pub(super) fn uses(&mut self, name: &str, block: Ipv4Net) -> Result<bool, String> {
+        match self.used.insert(name.to_owned(), block) {
+            Some(before) if before == block => Ok(false),
+            Some(before)
+                if !self.by_hand.contains(&(name.to_owned(), block))
+                    && !self.by_hand.contains(&(name.to_owned(), before)) =>
+            {
+                Err(format!("the block of {name} changed from {before} to {block}"))
+            }
+            _ => Ok(true),
+        }
+    }
+
+    /// A pod got an address.
+    ///
+    /// # Errors
+    /// When another pod has it.
+    pub(super) fn granted(&mut self, address: &str, node: &str, pod: &str) -> Result<(), String> {
+        match self.addresses.insert(address.to_owned(), (node.to_owned(), pod.to_owned())) {
+            Some((other, held)) if other != node || held != pod => {
+                Err(format!("{address} of pod {held} on {other} is given to pod {pod} on {node}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The pods of a machine whose names match are gone.
+    pub(super) fn ended(&mut self, node: &str, pod: Option<&str>) {
+        self.addresses.retain(|_, (on, held)| on != node || pod.is_some_and(|pod| pod != held));
+    }
+
+    /// A machine is gone, with its pods.
+    pub(super) fn machine_gone(&mut self, name: &str) {
+        self.used.remove(name);
+        self.ended(name, None);
+    }
+
+    /// The API server went back to an older state.
+    pub(super) fn restored(&mut self, objects: &[Value], backup: Timestamp) {
+        self.listed = objects
+            .iter()
+            .map(|object| (object["metadata"]["name"].as_str().unwrap_or_default().to_owned(), blocks(object)))
+            .collect();
+        // What was deleted since is there again, or was forgotten with the rest.
+        self.resting.retain(|rest| rest.since <= backup);
+    }
+
+    /// Whether people wrote into this object.
+    pub(super) fn is_by_hand(&self, name: &str) -> bool {
+        self.by_hand.iter().any(|(node, _)| node == name)
+    }
+
+    /// Whether people wrote this block into an object.
+    pub(super) fn is_written_by_hand(&self, block: &Ipv4Net) -> bool {
+        self.by_hand.iter().any(|(_, written)| overlap(written, block))
+    }
+
+    /// The block that a machine uses.
+    pub(super) fn used_by(&self, name: &str) -> Option<Ipv4Net> {
+        self.used.get(name).copied()
+    }
+}

@@ -1,0 +1,602 @@
+//! What happens to a cluster, drawn from the seed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use ipnet::Ipv4Net;
+use jiff::Timestamp;
+use rand::rngs::SmallRng;
+use rand::seq::IndexedRandom as _;
+use rand::{Rng, SeedableRng};
+use serde_json::Value;
+use tokio::time::{Instant, sleep};
+
+use super::QUARANTINE;
+use super::judge::{Hand, Judge, blocks};
+use crate::script::archive::Archive;
+use crate::script::commands;
+use crate::script::world::World;
+
+/// How often changes are looked at.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// How long everything may take to come to rest: a quarantine, a Lease, the longest back-offs, one after the other.
+const REST_BOUND: Duration = Duration::from_secs(300);
+
+/// A Lease that has to end first, and the retries after it.
+const TAKE_OVER: Duration = Duration::from_secs(30);
+
+/// Nothing may be written for this long then.
+const QUIET: Duration = Duration::from_secs(20);
+
+/// Prefix length of a node's block: five pods.
+const MASK: u8 = 29;
+
+/// What runs on one node.
+#[derive(Default)]
+struct Node {
+    agent: bool,
+    pods: BTreeSet<String>,
+}
+
+pub(super) struct Story {
+    world: World,
+    judge: Judge,
+    random: SmallRng,
+    log: Vec<String>,
+    /// Changes up to here have been looked at.
+    revision: u64,
+    nodes: BTreeMap<String, Node>,
+    most_nodes: usize,
+    /// Operators, and whether they run.
+    operators: BTreeMap<String, bool>,
+    /// Clients whose way to the API is blocked, and until when.
+    blocked: BTreeMap<String, Instant>,
+    pool: Vec<Ipv4Net>,
+    spare: Option<Ipv4Net>,
+    backup: Option<Timestamp>,
+    pods: u32,
+    end: Instant,
+}
+
+impl Story {
+    pub(super) fn begin(seed: u64) -> Result<Self, String> {
+        // The world draws from the seed itself.
+        let mut random = SmallRng::seed_from_u64(seed ^ 0x0057_0127);
+        let faults = *[0, 0, 5, 15, 30].choose(&mut random).unwrap_or(&0);
+        let mut world = World::new(&Archive::default(), seed, faults).map_err(|error| error.to_string())?;
+        world.datapath = false;
+        world.quarantine = QUARANTINE;
+        // Most clusters are small: they go wrong in as many ways, and faster.
+        let large = random.random_bool(0.1);
+        let most_nodes = if large { random.random_range(5..=12) } else { random.random_range(2..=5_usize) };
+        let net = |text: &str, prefix: u8| text.parse().map(|ip| Ipv4Net::new_assert(ip, prefix));
+        let mut pool = vec![net("10.0.0.0", random.random_range(MASK - 3..=MASK - 1)).map_err(|e| e.to_string())?];
+        if random.random_bool(0.3) {
+            pool.push(net("10.0.1.0", random.random_range(MASK - 2..=MASK)).map_err(|e| e.to_string())?);
+        }
+        let spare = net("10.0.2.0", random.random_range(MASK - 2..=MASK)).map_err(|e| e.to_string())?;
+        let spare = random.random_bool(0.3).then_some(spare);
+        let operators = ["one", "two", "three"].iter().take(random.random_range(2..=3));
+        let story = Self {
+            revision: world.server.revision(),
+            world,
+            judge: Judge::default(),
+            log: Vec::new(),
+            nodes: BTreeMap::new(),
+            most_nodes,
+            operators: operators.map(|name| ((*name).to_owned(), false)).collect(),
+            blocked: BTreeMap::new(),
+            pool,
+            spare,
+            backup: None,
+            pods: 0,
+            end: Instant::now() + Duration::from_secs(random.random_range(if large { 60..150 } else { 15..60 })),
+            random,
+        };
+        Ok(story)
+    }
+
+    pub(super) fn calls(&self) -> Vec<String> {
+        self.world.server.calls().iter().map(ToString::to_string).collect()
+    }
+
+    pub(super) fn into_log(self) -> Vec<String> {
+        self.log
+    }
+
+    fn now(&self) -> Timestamp {
+        self.world.server.clock().now()
+    }
+
+    fn say(&mut self, text: &str) {
+        let now = self.now().strftime("%H:%M:%S%.3f");
+        self.log.push(format!("{now} {text}"));
+    }
+
+    /// Runs a command of the script language.
+    async fn run(&mut self, command: &str) -> Result<String, String> {
+        self.say(command);
+        let words: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
+        let outcome = commands::run(&mut self.world, &words).await;
+        match outcome {
+            Ok(printed) => Ok(printed.into_text().unwrap_or_default()),
+            Err(failure) => {
+                self.say(&format!("    failed: {failure}"));
+                Err(failure)
+            }
+        }
+    }
+
+    /// Runs a command that cannot fail.
+    async fn must(&mut self, command: &str) -> Result<String, String> {
+        self.run(command).await.map_err(|failure| format!("{command}: {failure}"))
+    }
+
+    /// Looks at what happened since.
+    fn look(&mut self, hand: Hand) -> Result<(), String> {
+        self.world.check_roles()?;
+        let now = self.now();
+        let changes = self.world.server.changes_after(self.revision).map_err(|error| error.to_string())?;
+        self.revision = self.world.server.revision();
+        for change in &changes {
+            if let Some(news) = self.judge.see(change, hand, now)? {
+                self.say(&format!("    {news}"));
+            }
+        }
+        for name in self.nodes.iter().filter(|(_, node)| node.agent).map(|(name, _)| name.clone()).collect::<Vec<_>>() {
+            let pool = self.world.agent(&name)?.node.pod_cidr();
+            if let Some(pool) = pool
+                && self.judge.uses(&name, pool)?
+            {
+                self.say(&format!("    {name} uses {pool}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets time pass.
+    async fn pass(&mut self, time: Duration) -> Result<(), String> {
+        let until = Instant::now() + time;
+        while Instant::now() < until {
+            sleep(LOOK.min(until - Instant::now())).await;
+            self.look(Hand::Ours)?;
+            let now = Instant::now();
+            let open: Vec<String> =
+                self.blocked.iter().filter(|(_, until)| **until <= now).map(|(name, _)| name.clone()).collect();
+            for name in open {
+                self.open(&name).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn open(&mut self, name: &str) -> Result<(), String> {
+        if self.blocked.remove(name).is_some() {
+            self.must(&format!("api/up {name}")).await?;
+        }
+        Ok(())
+    }
+
+    fn chosen<T: Clone>(&mut self, from: impl Iterator<Item = T>) -> Option<T> {
+        let all: Vec<T> = from.collect();
+        all.choose(&mut self.random).cloned()
+    }
+
+    fn a_node(&mut self) -> Option<String> {
+        let names: Vec<String> = self.nodes.keys().cloned().collect();
+        self.chosen(names.into_iter())
+    }
+
+    fn an_operator(&mut self, running: bool) -> Option<String> {
+        let names: Vec<String> =
+            self.operators.iter().filter(|(_, runs)| **runs == running).map(|(name, _)| name.clone()).collect();
+        self.chosen(names.into_iter())
+    }
+
+    /// Settings as the ConfigMap has them now.
+    fn write_settings(&mut self) {
+        let pool: Vec<String> = self.pool.iter().map(ToString::to_string).collect();
+        let settings = format!(
+            "cluster-pool-ipv4-cidr: \"{}\"\ncluster-pool-ipv4-mask-size: \"{MASK}\"\nenable-ipv4-masquerade: \"false\"\n\
+             leader-election-lease-duration: 15s\nleader-election-renew-deadline: 10s\nleader-election-retry-period: 5s\n",
+            pool.join(" ")
+        );
+        self.world.files.insert("settings".to_owned(), settings);
+    }
+
+    pub(super) async fn tell(&mut self) -> Result<(), String> {
+        self.write_settings();
+        for name in self.operators.keys().cloned().collect::<Vec<_>>() {
+            self.start_operator(&name).await?;
+        }
+        for _ in 0..self.random.random_range(1..=self.most_nodes) {
+            self.join().await?;
+        }
+        while Instant::now() < self.end {
+            self.event().await?;
+            let pause = match self.random.random_range(0..10_u8) {
+                0..=4 => self.random.random_range(0..600),
+                5..=7 => self.random.random_range(600..4_000),
+                8 => self.random.random_range(4_000..10_000),
+                _ => self.random.random_range(10_000..25_000),
+            };
+            self.pass(Duration::from_millis(pause)).await?;
+        }
+        self.come_to_rest().await?;
+        self.world.end().await
+    }
+
+    async fn event(&mut self) -> Result<(), String> {
+        match self.random.random_range(0..100_u8) {
+            0..=13 => self.join().await,
+            14..=21 => self.leave().await,
+            22..=25 => self.replace().await,
+            26..=32 => self.restart_agent().await,
+            33..=46 => self.pod().await,
+            47..=53 => self.kill_operator().await,
+            54..=60 => match self.an_operator(false) {
+                Some(name) => self.start_operator(&name).await,
+                None => Ok(()),
+            },
+            61..=70 => self.block_operator().await,
+            71..=74 => self.block_agent().await,
+            75..=82 => self.fault().await,
+            83..=85 => {
+                self.look(Hand::Ours)?;
+                self.must("api/compact").await.map(drop)
+            }
+            86..=88 => self.back_up().await,
+            89..=91 => self.restore().await,
+            92..=93 => self.extend_pool().await,
+            94..=96 => self.delete_object().await,
+            _ => self.edit_object().await,
+        }
+    }
+
+    async fn start_operator(&mut self, name: &str) -> Result<(), String> {
+        self.open(name).await?;
+        self.must(&format!("operator/start {name} settings")).await?;
+        self.operators.insert(name.to_owned(), true);
+        Ok(())
+    }
+
+    async fn stop_operator(&mut self, how: &str, name: &str) -> Result<(), String> {
+        if how == "stop" {
+            // It would wait for answers that never come.
+            self.open(name).await?;
+        }
+        self.operators.insert(name.to_owned(), false);
+        self.must(&format!("operator/{how} {name}")).await?;
+        self.look(Hand::Ours)
+    }
+
+    async fn kill_operator(&mut self) -> Result<(), String> {
+        let Some(name) = self.an_operator(true) else { return Ok(()) };
+        let how = if self.random.random_bool(0.7) { "kill" } else { "stop" };
+        self.stop_operator(how, &name).await
+    }
+
+    /// A machine comes up and its agent starts.
+    async fn join(&mut self) -> Result<(), String> {
+        if self.nodes.len() >= self.most_nodes {
+            return Ok(());
+        }
+        let free: Vec<String> =
+            (0..self.most_nodes + 1).map(|n| format!("n{n}")).filter(|name| !self.nodes.contains_key(name)).collect();
+        let Some(name) = self.chosen(free.into_iter()) else { return Ok(()) };
+        self.add_machine(&name).await
+    }
+
+    async fn add_machine(&mut self, name: &str) -> Result<(), String> {
+        self.must(&format!("machine/add {name}")).await?;
+        self.nodes.insert(name.to_owned(), Node::default());
+        self.start_agent(name).await
+    }
+
+    async fn start_agent(&mut self, name: &str) -> Result<(), String> {
+        self.open(name).await?;
+        self.must(&format!("agent/start {name} settings")).await?;
+        if let Some(node) = self.nodes.get_mut(name) {
+            node.agent = true;
+        }
+        Ok(())
+    }
+
+    async fn kill_agent(&mut self, name: &str) -> Result<(), String> {
+        match self.nodes.get_mut(name) {
+            Some(node) if node.agent => node.agent = false,
+            _ => return Ok(()),
+        }
+        self.must(&format!("agent/kill {name}")).await?;
+        self.look(Hand::Ours)
+    }
+
+    /// A machine ends, and with it its pods; its Node stays until somebody deletes it.
+    async fn remove_machine(&mut self, name: &str) -> Result<(), String> {
+        self.kill_agent(name).await?;
+        self.must(&format!("machine/remove {name}")).await?;
+        self.nodes.remove(name);
+        self.judge.machine_gone(name);
+        Ok(())
+    }
+
+    async fn delete_node(&mut self, name: &str) -> Result<(), String> {
+        // After a restore there may be none.
+        let _ = self.run(&format!("k8s/delete node {name}")).await;
+        self.look(Hand::Ours)
+    }
+
+    /// A node is taken out: the Node first and the machine a little later, or the other way round.
+    async fn leave(&mut self) -> Result<(), String> {
+        let Some(name) = self.a_node() else { return Ok(()) };
+        let pause = Duration::from_millis(self.random.random_range(0..20_000));
+        if self.random.random_bool(0.3) {
+            self.delete_node(&name).await?;
+            self.pass(pause).await?;
+            return self.remove_machine(&name).await;
+        }
+        self.remove_machine(&name).await?;
+        self.pass(pause).await?;
+        self.delete_node(&name).await
+    }
+
+    /// Another machine under the same name.
+    async fn replace(&mut self) -> Result<(), String> {
+        let Some(name) = self.a_node() else { return Ok(()) };
+        self.remove_machine(&name).await?;
+        self.delete_node(&name).await?;
+        let pause = Duration::from_millis(self.random.random_range(0..3_000));
+        self.pass(pause).await?;
+        self.add_machine(&name).await
+    }
+
+    async fn restart_agent(&mut self) -> Result<(), String> {
+        let Some(name) = self.a_node() else { return Ok(()) };
+        self.kill_agent(&name).await?;
+        let pause = Duration::from_millis(self.random.random_range(0..10_000));
+        self.pass(pause).await?;
+        self.start_agent(&name).await
+    }
+
+    /// A pod comes, or one goes.
+    async fn pod(&mut self) -> Result<(), String> {
+        let Some(name) = self.a_node() else { return Ok(()) };
+        let Some(node) = self.nodes.get(&name).filter(|node| node.agent) else { return Ok(()) };
+        if self.random.random_bool(0.3) {
+            let Some(pod) = node.pods.iter().next().cloned() else { return Ok(()) };
+            if self.run(&format!("cni/del {name} {pod}")).await.is_ok() {
+                self.judge.ended(&name, Some(&pod));
+                if let Some(node) = self.nodes.get_mut(&name) {
+                    node.pods.remove(&pod);
+                }
+            }
+            return Ok(());
+        }
+        self.pods += 1;
+        let pod = format!("c{}", self.pods);
+        if let Ok(address) = self.run(&format!("cni/add {name} {pod}")).await {
+            let address = address.trim();
+            self.say(&format!("    {address}"));
+            self.judge.granted(address, &name, &pod)?;
+            if let Some(node) = self.nodes.get_mut(&name) {
+                node.pods.insert(pod.clone());
+            }
+            let _ = self.run(&format!("cni/confirm {name} {pod}")).await;
+        }
+        Ok(())
+    }
+
+    /// An operator is paused (its packets are held), or cut off.
+    async fn block_operator(&mut self) -> Result<(), String> {
+        let Some(name) = self.an_operator(true) else { return Ok(()) };
+        let how = ["held", "held", "silent", "down"].choose(&mut self.random).copied().unwrap_or("held");
+        let time = Duration::from_millis(self.random.random_range(1_000..50_000));
+        self.must(&format!("api/{how} {name}")).await?;
+        self.blocked.insert(name, Instant::now() + time);
+        Ok(())
+    }
+
+    async fn block_agent(&mut self) -> Result<(), String> {
+        let Some(name) = self.a_node() else { return Ok(()) };
+        let how = ["held", "silent", "down"].choose(&mut self.random).copied().unwrap_or("held");
+        let time = Duration::from_millis(self.random.random_range(1_000..30_000));
+        self.must(&format!("api/{how} {name}")).await?;
+        self.blocked.insert(name, Instant::now() + time);
+        Ok(())
+    }
+
+    async fn fault(&mut self) -> Result<(), String> {
+        let fault = ["409", "409", "timeout-after", "timeout-before", "reset-after", "500", "429"]
+            .choose(&mut self.random)
+            .copied()
+            .unwrap_or("409");
+        let times = self.random.random_range(1..6_u8);
+        let filter = [
+            "verb=patch resource=ciliumnodes",
+            "verb=patch resource=configmaps",
+            "verb=create resource=configmaps",
+            "verb=update resource=leases",
+            "verb=patch resource=ciliumnodes/status",
+            "verb=create resource=ciliumnodes",
+            "verb=list resource=ciliumnodes",
+        ]
+        .choose(&mut self.random)
+        .copied()
+        .unwrap_or_default();
+        match self.random.random_range(0..4_u8) {
+            0 => self.must(&format!("fault {times} watch-expired verb=watch")).await?,
+            _ => self.must(&format!("fault {times} {fault} {filter}")).await?,
+        };
+        Ok(())
+    }
+
+    async fn back_up(&mut self) -> Result<(), String> {
+        self.look(Hand::Ours)?;
+        self.backup = Some(self.now());
+        self.must("api/backup").await.map(drop)
+    }
+
+    async fn restore(&mut self) -> Result<(), String> {
+        let Some(backup) = self.backup.take() else { return Ok(()) };
+        let restart = self.random.random_bool(0.3);
+        if restart {
+            for name in
+                self.operators.iter().filter(|(_, runs)| **runs).map(|(name, _)| name.clone()).collect::<Vec<_>>()
+            {
+                self.stop_operator("kill", &name).await?;
+            }
+        }
+        self.look(Hand::Ours)?;
+        self.must("api/restore").await?;
+        self.revision = self.world.server.revision();
+        let objects = self.world.server.list("ciliumnodes").map_err(|error| error.to_string())?;
+        self.judge.restored(&objects, backup);
+        let nodes = self.registered()?;
+        for name in self.nodes.keys().filter(|name| !nodes.contains(*name)).cloned().collect::<Vec<_>>() {
+            self.must(&format!("machine/register {name}")).await?;
+        }
+        if restart {
+            for name in self.operators.keys().cloned().collect::<Vec<_>>() {
+                self.start_operator(&name).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Names of the Nodes.
+    fn registered(&self) -> Result<BTreeSet<String>, String> {
+        let nodes = self.world.server.list("nodes").map_err(|error| error.to_string())?;
+        Ok(nodes.iter().filter_map(|node| node.pointer("/metadata/name")?.as_str().map(str::to_owned)).collect())
+    }
+
+    /// The pool gets another element, and operators are restarted one by one.
+    async fn extend_pool(&mut self) -> Result<(), String> {
+        let Some(spare) = self.spare.take() else { return Ok(()) };
+        self.pool.push(spare);
+        self.write_settings();
+        for name in self.operators.iter().filter(|(_, runs)| **runs).map(|(name, _)| name.clone()).collect::<Vec<_>>() {
+            self.stop_operator("stop", &name).await?;
+            self.start_operator(&name).await?;
+            self.pass(Duration::from_secs(2)).await?;
+        }
+        Ok(())
+    }
+
+    /// Somebody deletes the CiliumNode of a live node.
+    async fn delete_object(&mut self) -> Result<(), String> {
+        let Some(name) = self.a_node() else { return Ok(()) };
+        let _ = self.run(&format!("k8s/delete ciliumnode {name}")).await;
+        self.look(Hand::Ours)
+    }
+
+    /// Somebody writes a block into an object: one of the pool, perhaps another node's.
+    async fn edit_object(&mut self) -> Result<(), String> {
+        let Some(name) = self.a_node() else { return Ok(()) };
+        let all: Vec<Ipv4Net> = self.all_blocks();
+        let Some(block) = self.chosen(all.into_iter()) else { return Ok(()) };
+        self.look(Hand::Ours)?;
+        let _ = self
+            .run(&format!("k8s/patch ciliumnode {name} {{\"spec\":{{\"ipam\":{{\"podCIDRs\":[\"{block}\"]}}}}}}"))
+            .await;
+        self.look(Hand::Person)
+    }
+
+    fn all_blocks(&self) -> Vec<Ipv4Net> {
+        self.pool.iter().flat_map(|net| net.subnets(MASK.max(net.prefix_len())).into_iter().flatten()).collect()
+    }
+
+    /// The bad days end; everything must come to rest.
+    async fn come_to_rest(&mut self) -> Result<(), String> {
+        self.must("faults off").await?;
+        self.world.server.clear_faults();
+        self.must("api/up").await?;
+        for name in self.blocked.keys().cloned().collect::<Vec<_>>() {
+            self.open(&name).await?;
+        }
+        for name in self.operators.iter().filter(|(_, runs)| !**runs).map(|(name, _)| name.clone()).collect::<Vec<_>>()
+        {
+            self.start_operator(&name).await?;
+        }
+        let nodes = self.registered()?;
+        for name in self.nodes.keys().cloned().collect::<Vec<_>>() {
+            if !nodes.contains(&name) {
+                self.must(&format!("machine/register {name}")).await?;
+            }
+            if self.nodes.get(&name).is_some_and(|node| !node.agent) {
+                self.start_agent(&name).await?;
+            }
+        }
+        let orphans: Vec<&String> = nodes.iter().filter(|name| !self.nodes.contains_key(*name)).collect();
+        for name in orphans {
+            self.delete_node(name).await?;
+        }
+        let until = Instant::now() + REST_BOUND;
+        // Whoever leads now has to learn of what happened last.
+        self.pass(TAKE_OVER).await?;
+        while let Err(reason) = self.at_rest() {
+            if Instant::now() >= until {
+                return Err(format!("after {} s without faults: {reason}", REST_BOUND.as_secs()));
+            }
+            self.pass(Duration::from_secs(2)).await?;
+        }
+        self.say("at rest");
+        self.world.server.clear_calls();
+        self.pass(QUIET).await?;
+        self.at_rest()?;
+        let writes = self.world.server.calls();
+        match writes.iter().find(|call| call.verb.is_write() && call.resource != "leases") {
+            Some(call) => Err(format!("written though all is as it shall be: {call}")),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether everything is as it shall be.
+    fn at_rest(&self) -> Result<(), String> {
+        let error = |object: &Value| {
+            object.pointer("/status/ipam/operator-status/error").and_then(Value::as_str).unwrap_or_default().to_owned()
+        };
+        let objects = self.world.server.list("ciliumnodes").map_err(|error| error.to_string())?;
+        let mut taken = BTreeSet::new();
+        let mut full = Vec::new();
+        for object in &objects {
+            let name = object.pointer("/metadata/name").and_then(Value::as_str).unwrap_or_default();
+            let (listed, error) = (blocks(object), error(object));
+            if !self.nodes.contains_key(name) {
+                return Err(format!("the object of {name} is still there, though the node is gone"));
+            }
+            let conflict = self.judge.is_by_hand(name);
+            match (listed.first(), self.judge.used_by(name)) {
+                (None, _) if error.contains("full") => full.push(name.to_owned()),
+                (None, _) => return Err(format!("{name} has no block, and its error is {error:?}")),
+                (Some(_), None) => return Err(format!("{name} does not use its block")),
+                (Some(block), Some(used)) if *block != used => {
+                    return Err(format!("{name} lists {block} and uses {used}"));
+                }
+                (Some(_), Some(_)) if !error.is_empty() && !conflict => {
+                    return Err(format!("{name} lists {listed:?}, and its error is {error:?}"));
+                }
+                (Some(block), Some(_)) => {
+                    if !taken.insert(*block) && !self.judge.is_written_by_hand(block) {
+                        return Err(format!("{name} lists {block}, and so does another"));
+                    }
+                }
+            }
+        }
+        if let Some(name) = self.nodes.keys().find(|name| {
+            !objects.iter().any(|object| object.pointer("/metadata/name").and_then(Value::as_str) == Some(name))
+        }) {
+            return Err(format!("{name} has no object"));
+        }
+        let records = self.world.server.get("configmap", "kube-system", "cistern-ipam").ok();
+        let resting = records.as_ref().and_then(|map| map.pointer("/data/quarantine.json")?.as_str());
+        if resting.is_some_and(|text| text != "[]") {
+            return Err(format!("blocks rest: {}", resting.unwrap_or_default()));
+        }
+        let free = self.all_blocks().into_iter().filter(|block| !taken.contains(block)).count();
+        if free > 0 && !full.is_empty() && !self.nodes.keys().any(|name| self.judge.is_by_hand(name)) {
+            return Err(format!("{full:?} are told that the pool is full, and {free} blocks are free"));
+        }
+        Ok(())
+    }
+}
