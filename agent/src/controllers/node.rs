@@ -109,6 +109,7 @@ mod tests {
         let kubelet = NodeRow {
             uid: "u1".into(),
             addresses: vec![NodeAddress { kind: "InternalIP".into(), ip: "172.29.8.99".parse().unwrap() }],
+            condition: None,
         };
         let planned = plan("n1", Some(&kubelet), Some(&network), Some("10.244.1.3".parse().unwrap()), None);
         assert_eq!(planned.addresses.len(), 2);
