@@ -38,7 +38,7 @@ const EVENTS: &str = "
 ## Events
 
 Of the kind `CiliumNode`, in the namespace `default`, by `cistern-agent` or `cistern-operator` (`kubectl describe ciliumnode NAME`). \
-One event for a node and a reason; when it happens again its `series.count` grows, written at most every 5 minutes. Another \
+One event for a node and a reason; when it happens again its `series.count` grows, written after a minute and then at most every 5 minutes. Another \
 message of that reason is a new event, at most one a minute. One process writes 25 at once and then one every 10 seconds. \
 What cannot be written is tried again later and holds nothing up; without the right to write events (`create` and `patch` of \
 `events` in `events.k8s.io`) it is dropped and told of in the log. Notices wait until the node has a CiliumNode.

@@ -3,8 +3,8 @@
 //! Events are for people who look now; nothing depends on one arriving. So each write has a budget, and a notice that cannot
 //! be written waits without anybody waiting for it:
 //!
-//! * One event for each node and reason. When it happens again, `series.count` is patched at most every
-//!   [`SERIES_INTERVAL`]; another note of that reason makes a new event after [`NOTE_INTERVAL`].
+//! * One event for each node and reason. When it happens again, `series.count` is patched: first after
+//!   [`NOTE_INTERVAL`], then at most every [`SERIES_INTERVAL`]. Another note of that reason makes a new event, no earlier.
 //! * One process writes [`BURST`] events at once, and then one every [`REFILL`].
 //! * An error that will not pass (no right to write events) is told of once for each notice, which is dropped.
 //!
@@ -183,7 +183,7 @@ impl Writer {
         let written = match outcome {
             Ok(()) => {
                 metrics::event(reason, "written");
-                done(NOTE_INTERVAL)
+                done(if *step == Step::Create { NOTE_INTERVAL } else { SERIES_INTERVAL })
             }
             // Events go by themselves after an hour: the next time is a new one.
             Err(error) if error.is_not_found() && *step == Step::Count => {
