@@ -38,7 +38,7 @@ const GENERATORS: [Generator; 5] = [
         file: "agent/core/settings.md",
     },
     Generator::File { program: &["--package", "cistern", "--example", "command-line"], file: "agent/command-line.md" },
-    Generator::File { program: &["--package", "cistern", "--example", "metrics"], file: "agent/metrics.md" },
+    Generator::File { program: &["--package", "cistern", "--example", "observing"], file: "agent/observing.md" },
     Generator::Region { make: maps::table, file: "agent-ebpf/README.md", name: "maps" },
 ];
 

@@ -10,6 +10,7 @@ use crate::api::types::{
 };
 use crate::clock::Clock;
 use crate::controllers::endpoint::{self, EndpointError, Endpoints};
+use crate::tables::notices::{Notices, Reason};
 use crate::telemetry::metrics::{cni_add, render};
 use cistern_core::ipam::lease::{
     self, AddError, Attachment, ConfirmError, Interface, LeaseState, OwnerError, RowState,
@@ -25,6 +26,8 @@ pub struct Answers {
     pub endpoints: Endpoints,
     /// What is known of this node.
     pub node: NodeStatus,
+    /// Gets what people should find as events.
+    pub notices: Notices,
     /// Time.
     pub clock: Clock,
 }
@@ -95,6 +98,13 @@ fn required_pool(query: &IpamQuery) -> Result<String, Failure> {
     Ok(query.pool.clone())
 }
 
+fn told_back(lease: &lease::PodLease, message: &str) {
+    let Attachment { container_id, ifname } = &lease.attachment;
+    let pod = lease.pod.as_ref().map(tracing::field::display);
+    let address = lease.addresses.ipv4.as_ref().map(tracing::field::display);
+    tracing::info!(container_id, ifname, pod, address, "{message}");
+}
+
 fn no_ipv4() -> Failure {
     Failure::permanent(500, "no-ipv4", "the lease holds no IPv4 address, and this node serves IPv4 only")
 }
@@ -111,9 +121,18 @@ impl AgentApi for Answers {
                 started: request.started,
             })
             .await
+            .inspect_err(|error| {
+                if let EndpointError::Add(AddError::Exhausted { .. }) = error {
+                    self.notices.publish(&self.node.node, Reason::AddressesExhausted, error.to_string());
+                }
+            })
             .map_err(failure)?;
+        let address = granted.lease.addresses.ipv4.ok_or_else(no_ipv4)?;
+        let Attachment { container_id, ifname } = &granted.lease.attachment;
+        let pod = granted.lease.pod.as_ref().map(tracing::field::display);
+        tracing::info!(container_id, ifname, pod, %address, "address given");
         Ok(AddResponse {
-            address: granted.lease.addresses.ipv4.ok_or_else(no_ipv4)?,
+            address,
             router: granted.router.ipv4.ok_or_else(no_ipv4)?,
             mtu: self.node.pod_mtu(),
             generation: granted.lease.generation,
@@ -134,6 +153,9 @@ impl AgentApi for Answers {
 
     async fn del(&self, request: DelRequest) -> Result<DelResponse, Failure> {
         let lease = self.endpoints.del(attachment(request.container_id, request.ifname)?).await.map_err(failure)?;
+        if let Some(lease) = &lease {
+            told_back(lease, "address given back");
+        }
         Ok(DelResponse { released: lease.and_then(|lease| lease.addresses.ipv4) })
     }
 
@@ -160,6 +182,9 @@ impl AgentApi for Answers {
             valid.insert(attachment(known.container_id, known.ifname)?);
         }
         let ended = self.endpoints.collect(valid).await.map_err(failure)?;
+        for lease in &ended {
+            told_back(lease, "address given back: the runtime no longer knows its holder");
+        }
         let released = ended
             .into_iter()
             .map(|lease| DelRequest { container_id: lease.attachment.container_id, ifname: lease.attachment.ifname })

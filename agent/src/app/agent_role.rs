@@ -1,6 +1,7 @@
 //! What runs on a node.
 
 use super::agent_api::Answers;
+use super::condition;
 use super::node_status::{MapRows, NodeStatus};
 use super::operator_role::{self, Operator, until};
 use super::remembered;
@@ -8,14 +9,16 @@ use super::supervisor::Supervisor;
 use super::targets::{Reconcile, Target, Targets};
 use crate::api::{http, server};
 use crate::clock::Clock;
-use crate::controllers::{endpoint, ipam_node, masquerade, node, peers, routes};
+use crate::controllers::{endpoint, ipam_node, masquerade, node, notices as tell, peers, routes};
 use crate::files;
 use crate::kubernetes::cilium_node::OwnNode;
 use crate::kubernetes::client::Client;
-use crate::kubernetes::{views, watch as watches};
+use crate::kubernetes::node_condition::NodeConditions;
+use crate::kubernetes::{self, events, views, watch as watches};
 use crate::reconciler::{Options, TargetStatus};
 use crate::state::StateDir;
 use crate::tables::findings::Findings;
+use crate::tables::notices::Notices;
 use crate::tables::rows::{CiliumNodeRow, NodeRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::audit::Namespace;
@@ -82,7 +85,9 @@ pub struct Shared {
     /// State of the reconcilers.
     pub targets: Arc<Table<String, TargetStatus>>,
     /// What is known of the election.
-    pub leader: Arc<Table<(), crate::kubernetes::lease::LeaderRow>>,
+    pub leader: Arc<Table<(), kubernetes::lease::LeaderRow>>,
+    /// What people should find as events about this node.
+    pub notices: Notices,
 }
 
 impl Shared {
@@ -97,6 +102,7 @@ impl Shared {
             findings: Findings::new(clock),
             targets: Arc::new(targets),
             leader: Arc::new(Table::new("leader")),
+            notices: Notices::new(clock),
         }
     }
 }
@@ -124,7 +130,7 @@ impl Running {
 /// When state from before cannot be read, so that nothing may be handed out.
 pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running> {
     let Agent { settings, client, targets, shared, .. } = agent;
-    let Shared { clock, waits, findings, targets: statuses, leader } = shared;
+    let Shared { clock, waits, findings, targets: statuses, leader, notices } = shared;
     let name = settings.node_name.clone();
     let mut tasks = Supervisor::new("agent", cancel);
     let token = tasks.token();
@@ -214,6 +220,11 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             masquerade.clone(),
         )),
     );
+    let known = pool.snapshot().rows.get(&()).cloned();
+    decide(
+        "notices",
+        Box::pin(tell::node(name.clone(), pool.reader(), waits.reader(), findings.reader(), known, notices.clone())),
+    );
     decide(
         "remember",
         Box::pin(remembered::run(agent.state.clone(), peers.reader(), pool.reader(), masquerade.last_good.reader())),
@@ -224,8 +235,11 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let mut required = vec!["routes", "router address"];
     tasks.spawn_loop("apply routes", reconcile.run("routes", targets.routes, routes.reader()));
     tasks.spawn_loop("apply router address", reconcile.run("router address", targets.router, router.reader()));
+    let reporter = events::Reporter { controller: kubernetes::AGENT, instance: name.clone() };
+    let write = events::run(client.clone(), reporter, notices.reader(), cilium_nodes.reader(), clock, token.clone());
+    tasks.spawn_loop("write events", write);
     if settings.auto_create_cilium_node {
-        let target = super::targets::target(OwnNode::new(client, name.clone(), cilium_nodes.reader()));
+        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), cilium_nodes.reader()));
         tasks.spawn_loop("write own CiliumNode", reconcile.run("own CiliumNode", target, own_node.reader()));
     }
     let mut endpoint_map = None;
@@ -278,8 +292,12 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     }
 
     // === Tell ===
+    let conditions = Arc::new(Table::new("node-conditions"));
+    let target = super::targets::target(NodeConditions::new(client, name.clone(), nodes.reader(), clock));
+    tasks.spawn_loop("write node condition", reconcile.run("node condition", target, conditions.reader()));
     let answers = Arc::new(Answers {
         endpoints: ask,
+        notices,
         clock,
         node: NodeStatus {
             build: agent.build,
@@ -306,6 +324,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             maps: agent.maps,
         },
     });
+    tasks.spawn_loop("node condition", until(token.clone(), condition::run(answers.node.clone(), conditions)));
     if let Some(listener) = agent.listener {
         let serve = server::serve(listener, Arc::clone(&answers), token.clone());
         tasks.spawn("API", async move { Ok(serve.await?) });

@@ -128,7 +128,7 @@ async fn collect(mut collector: Collector) -> anyhow::Result<()> {
         let pause = match outcome {
             Ok(collected) => {
                 if collected.expired + collected.stale + collected.inbound_expired > 0 {
-                    tracing::debug!(?collected, "flows expired");
+                    tracing::debug!(flows = ?collected, "flows expired");
                 }
                 if collected.complete && !collector.under_pressure() { COLLECT } else { COLLECT_SLICE }
             }

@@ -7,6 +7,7 @@ pub mod agent_api;
 pub mod agent_role;
 pub mod build_info;
 pub mod cli;
+pub mod condition;
 pub mod kernel;
 pub mod metrics;
 pub mod node_status;

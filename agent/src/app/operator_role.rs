@@ -3,13 +3,14 @@
 use super::supervisor::Supervisor;
 use crate::clock::Clock;
 use crate::controllers::ipam_cluster::{BlockRecords, NotWritten};
-use crate::controllers::{ipam_cluster, orphans};
+use crate::controllers::{ipam_cluster, notices, orphans};
 use crate::kubernetes::cilium_node::{Orphans, PodCidrs};
 use crate::kubernetes::client::Client;
 use crate::kubernetes::lease::{self, Election, LeaderRow, Scope};
 use crate::kubernetes::records::{RecordStore, WriteError};
-use crate::kubernetes::{Leadership, crd, views, watch as watches};
+use crate::kubernetes::{Leadership, OPERATOR, crd, events, views, watch as watches};
 use crate::reconciler::{self, Options, TargetStatus};
+use crate::tables::notices::Notices;
 use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeRow};
 use crate::tables::{Table, Waits};
 use cistern_core::ipam::cluster::cluster_pool;
@@ -176,6 +177,11 @@ async fn lead(
             ),
         );
     }
+    let told = Notices::new(clock);
+    tasks.spawn_loop("notices", until(token.clone(), notices::cluster(cilium_nodes.reader(), told.clone())));
+    let reporter = events::Reporter { controller: OPERATOR, instance: operator.election.identity.clone() };
+    let write = events::run(client.clone(), reporter, told.reader(), cilium_nodes.reader(), clock, token.clone());
+    tasks.spawn_loop("write events", write);
     let plan = orphans::run(nodes.reader(), cilium_nodes.reader(), Arc::clone(&orphaned));
     tasks.spawn_loop("orphaned CiliumNodes", until(token.clone(), plan));
     tasks.spawn_loop(

@@ -36,7 +36,7 @@ pub fn tables(state: &StateDir, findings: &Findings) -> Seeded {
     let (remembered, set_aside) = state.read::<Remembered>(NODE, Some(FORMAT));
     findings.add(STATE, set_aside.map(unreadable));
     if let Some(remembered) = remembered {
-        tracing::info!(pool = ?remembered.pool, nodes = remembered.peers.len(), "serving from what was known last");
+        tracing::info!(block = ?remembered.pool.as_ref().map(|row| row.pod_cidr), nodes = remembered.peers.len(), "serving from what was known last");
         peers.publish(remembered.peers);
         if let Some(row) = remembered.pool {
             pool.publish(BTreeMap::from([((), row)]));

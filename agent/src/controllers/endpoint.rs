@@ -317,7 +317,7 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
     let Restored { leases, findings, changes } =
         Leases::restore(records, parts.timings, Network::default(), parts.times, now, draw);
     for finding in findings {
-        tracing::warn!(%finding, "pod leases");
+        tracing::warn!(reason = %finding, "finding about pod leases");
     }
     let (audit, links) = (Audit::default(), BTreeMap::new());
     let mut task = Task { leases, owed: Owed::default(), retry: None, audit, next_audit: now, links, parts };
@@ -417,7 +417,7 @@ impl Task {
         let draw = (self.parts.draw)();
         let Outcome { answer, changes } = self.leases.set_network(network, self.parts.clock.now(), draw);
         for finding in answer {
-            tracing::warn!(%finding, "pod leases");
+            tracing::warn!(reason = %finding, "finding about pod leases");
         }
         self.owed.extend(changes);
         self.tick();

@@ -6,6 +6,7 @@ pub mod ipam_cluster;
 pub mod ipam_node;
 pub mod masquerade;
 pub mod node;
+pub mod notices;
 pub mod orphans;
 pub mod peers;
 pub mod routes;

@@ -120,6 +120,7 @@ mod tests {
         let kubelet = NodeRow {
             uid: "u1".into(),
             addresses: vec![NodeAddress { kind: "InternalIP".into(), ip: "172.29.8.99".parse().unwrap() }],
+            condition: None,
         };
         let planned = plan("n1", &kubelet, Some(&network), Some("10.244.1.3".parse().unwrap()), None);
         assert_eq!(planned.addresses.len(), 2);
@@ -127,7 +128,7 @@ mod tests {
         assert_eq!(planned.addresses[1].kind, "CiliumInternalIP");
         assert_eq!(planned.owner, Some(("n1".into(), "u1".into())));
 
-        let bare = NodeRow { uid: "u1".into(), addresses: Vec::new() };
+        let bare = NodeRow { uid: "u1".into(), addresses: Vec::new(), condition: None };
         let planned = plan("n1", &bare, Some(&network), None, None);
         assert_eq!(planned.addresses[0].ip, "172.29.8.20".parse::<IpAddr>().unwrap());
     }

@@ -150,7 +150,7 @@ impl Candidate {
                 until.saturating_sub(now)
             }
             Action::StepDown { loss } => {
-                tracing::warn!(identity = self.election.identity, %loss, "no longer leading");
+                tracing::warn!(identity = self.election.identity, reason = %loss, "no longer leading");
                 self.leading = None;
                 self.observed = None;
                 Duration::ZERO

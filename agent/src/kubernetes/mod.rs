@@ -5,7 +5,9 @@
 pub mod cilium_node;
 pub mod client;
 pub mod crd;
+pub mod events;
 pub mod lease;
+pub mod node_condition;
 pub mod records;
 pub mod views;
 pub mod watch;

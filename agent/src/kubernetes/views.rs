@@ -1,7 +1,8 @@
 //! API objects into rows. API structs stop here.
 
+use super::node_condition;
 use super::watch::ViewError;
-use crate::tables::rows::{CiliumNodeRow, NodeAddress, NodeRow};
+use crate::tables::rows::{CiliumNodeRow, NodeAddress, NodeCondition, NodeRow};
 use cistern_crds::CiliumNode;
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
@@ -15,7 +16,19 @@ use std::net::IpAddr;
 pub fn node(node: &Node) -> Result<NodeRow, ViewError> {
     let uid = node.uid().ok_or_else(|| no_uid("Node", node))?;
     let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
-    Ok(NodeRow { uid, addresses: read_addresses(addresses.map(|address| (&address.type_, &address.address))) })
+    let conditions = node.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    Ok(NodeRow {
+        uid,
+        addresses: read_addresses(addresses.map(|address| (&address.type_, &address.address))),
+        condition: conditions.filter(|condition| condition.type_ == node_condition::TYPE).find_map(|condition| {
+            let row = NodeCondition {
+                ready: condition.status == "True",
+                reason: condition.reason.clone().unwrap_or_default(),
+                message: condition.message.clone().unwrap_or_default(),
+            };
+            Some((row, condition.last_transition_time.as_ref()?.0))
+        }),
+    })
 }
 
 /// A CiliumNode. Addresses that are none are left out with a warning; pod CIDRs stay text, since the operator reports

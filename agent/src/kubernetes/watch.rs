@@ -228,7 +228,7 @@ where
     let kept = table.snapshot().rows.get(&name).cloned();
     tracing::warn!(
         table = table.name(),
-        problem,
+        error = problem,
         in_force = if kept.is_some() { "what it said before" } else { "nothing of it" },
         "object cannot be read"
     );

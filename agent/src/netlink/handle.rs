@@ -279,7 +279,7 @@ impl Handle {
             match NetlinkMessage::deserialize(one) {
                 Ok(message) => messages.push(message),
                 // One object that the decoder does not understand must not hide all others.
-                Err(error) => tracing::warn!(what, %error, "an object in the kernel's answer is left out"),
+                Err(error) => tracing::warn!(kind = what, %error, "an object in the kernel's answer is left out"),
             }
         }
         Ok(messages)

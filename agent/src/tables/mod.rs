@@ -4,6 +4,7 @@
 //! writer. Rows live in a `BTreeMap`, so that plans made from them are deterministic.
 
 pub mod findings;
+pub mod notices;
 pub mod rows;
 mod waits;
 

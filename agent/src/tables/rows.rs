@@ -22,6 +22,19 @@ pub struct NodeRow {
     pub uid: String,
     /// `status.addresses` that are IP addresses.
     pub addresses: Vec<NodeAddress>,
+    /// Our condition, and when it came into its state.
+    pub condition: Option<(NodeCondition, Timestamp)>,
+}
+
+/// The condition that says whether the agent of a node serves pods.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct NodeCondition {
+    /// `status` is `True`, else `False`.
+    pub ready: bool,
+    /// A fixed word.
+    pub reason: String,
+    /// For people.
+    pub message: String,
 }
 
 /// A CiliumNode. Fields that others may fill with anything stay text; whoever uses them parses them and reports.

@@ -44,6 +44,12 @@ impl ApiError {
         Self::new(404, "NotFound", format!("{} \"{name}\" not found", resource.qualified())).about(resource, name)
     }
 
+    /// 403 for what the caller has no right to.
+    pub(super) fn forbidden(resource: &Resource, name: &str) -> Self {
+        let message = format!("{} \"{name}\" is forbidden: no rule of RBAC allows it", resource.qualified());
+        Self::new(403, "Forbidden", message).about(resource, name)
+    }
+
     /// 409 for a create of what is there.
     pub(super) fn already_exists(resource: &Resource, name: &str) -> Self {
         Self::new(409, "AlreadyExists", format!("{} \"{name}\" already exists", resource.qualified()))

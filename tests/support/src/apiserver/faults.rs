@@ -16,7 +16,7 @@ pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// One fault, as a client sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Answered with this HTTP status (409, 429 with `Retry-After: 1`, 500, 503 or 504); nothing is done.
+    /// Answered with this HTTP status (403, 404, 409, 429 with `Retry-After: 1`, 500, 503 or 504); nothing is done.
     Refused(u16),
     /// No answer for a minute, then 504. Nothing was done.
     TimeoutBefore,

@@ -812,6 +812,7 @@ fn delete_options(query: &Parameters, body: &Bytes, dry_run: bool) -> ApiResult<
 /// The refusal of an injected fault.
 fn refusal(code: u16, resource: &Resource, name: &str) -> ApiError {
     match code {
+        403 => ApiError::forbidden(resource, name),
         404 => ApiError::not_found(resource, name),
         409 => ApiError::conflict(
             resource,

@@ -539,8 +539,7 @@ impl Ledger {
             let current = set.carvings().iter().any(|carving| carving.is_block(&block.net));
             (!current).then(|| {
                 format!(
-                    "pod CIDR {} is kept, but is not a block of the pool as configured now ({set}); to renumber, delete \
-                     this CiliumNode and re-create the node's pods",
+                    "pod CIDR {} {OUTSIDE_POOL} ({set}); to renumber, delete this CiliumNode and re-create the node's pods",
                     block.net
                 )
             })
@@ -571,6 +570,15 @@ impl Ledger {
         records.pools.sort_unstable();
         records
     }
+}
+
+const OUTSIDE_POOL: &str = "is kept, but is not a block of the pool as configured now";
+
+/// Whether an error that was written to a node says that the node keeps a block of an earlier configuration: it needs no
+/// repair.
+#[must_use]
+pub fn is_outside_pool(error: &str) -> bool {
+    error.contains(OUTSIDE_POOL)
 }
 
 /// The CIDRs of a family, each once, in their order.

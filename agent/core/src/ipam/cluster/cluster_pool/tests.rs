@@ -649,7 +649,7 @@ proptest! {
 
             // Nothing is given that another node lists, and a block in quarantine goes to its own node at most.
             for (name, change) in &planned.nodes {
-                let had = cluster.ledger.nodes.get(name).filter(|known| known.uid == change.uid);
+                let had = cluster.ledger.nodes.get(name).filter(|known| known.uid.as_ref().is_none_or(|uid| *uid == change.uid));
                 let had: Vec<IpNet> = had.iter().flat_map(|known| known.blocks.iter().map(|block| block.net)).collect();
                 for given in change.pod_cidrs.iter().flatten().filter(|given| !had.contains(given)) {
                     for (other, listed) in &listed_before {

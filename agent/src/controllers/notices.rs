@@ -1,0 +1,174 @@
+//! What of the tables' changes people should find as events.
+
+use crate::tables::Reader;
+use crate::tables::findings::{FindingKey, FindingRow};
+use crate::tables::notices::{Notices, Reason};
+use crate::tables::rows::{CiliumNodeRow, PoolRow, Wait};
+use cistern_core::ipam::cluster::cluster_pool;
+use jiff::Timestamp;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// A wait for the pod CIDR that is shorter is how every node begins.
+const SHORT_WAIT: Duration = Duration::from_secs(30);
+
+/// The part that finds state files which cannot be read.
+pub const STATE_FILES: &str = "state";
+
+/// Follows what a node's pods get addresses from, until dropped. What was known at the start is no news.
+pub async fn node(
+    node: String,
+    mut pool: Reader<(), PoolRow>,
+    mut waits: Reader<String, Wait>,
+    mut findings: Reader<FindingKey, FindingRow>,
+    known: Option<PoolRow>,
+    notices: Notices,
+) {
+    let mut before = known;
+    let mut told: BTreeSet<FindingKey> = BTreeSet::new();
+    // The wait that is under way, and when it gets long; nothing once it was told.
+    let mut waiting: Option<(Timestamp, Option<Instant>)> = None;
+    loop {
+        let now = pool.snapshot().rows.get(&()).cloned();
+        for (reason, note) in changes(before.as_ref(), now.as_ref()) {
+            notices.publish(&node, reason, note);
+        }
+        before = now;
+        let found = findings.snapshot();
+        for ((source, reason, subject), row) in found.rows.iter().filter(|(key, _)| !told.contains(*key)) {
+            let event = if *source == STATE_FILES { Reason::StateFileSetAside } else { Reason::LeaseFinding };
+            notices.publish(&node, event, format!("{reason} {subject}: {}", row.message));
+        }
+        told = found.rows.keys().cloned().collect();
+        let wait = waits.snapshot().rows.get(super::ipam_node::WAIT).cloned();
+        // A pod CIDR that is there and blocked has its own notice.
+        let wait = wait.filter(|_| before.is_none());
+        waiting = wait.as_ref().map(|wait| match waiting {
+            Some(known) if known.0 == wait.since => known,
+            _ => (wait.since, Some(Instant::now() + SHORT_WAIT)),
+        });
+        let long_at = waiting.and_then(|(_, at)| at);
+        tokio::select! {
+            () = pool.changed() => {}
+            () = waits.changed() => {}
+            () = findings.changed() => {}
+            () = async { match long_at { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {
+                waiting = waiting.map(|(since, _)| (since, None));
+                if let Some(wait) = wait {
+                    notices.publish(&node, Reason::WaitingForPodCidr, wait.reason);
+                }
+            }
+        }
+    }
+}
+
+fn changes(before: Option<&PoolRow>, now: Option<&PoolRow>) -> Vec<(Reason, String)> {
+    let Some(now) = now else { return Vec::new() };
+    let mut changes = Vec::new();
+    match before {
+        None => changes.push((Reason::PodCidrReceived, format!("pods get addresses from {}", now.pod_cidr))),
+        Some(before) if before.pod_cidr != now.pod_cidr => changes.push((
+            Reason::PodCidrChanged,
+            format!(
+                "new pods get addresses from {} in place of {}; running pods keep theirs",
+                now.pod_cidr, before.pod_cidr
+            ),
+        )),
+        Some(_) => {}
+    }
+    if let Some(blocked) =
+        now.blocked.as_ref().filter(|blocked| before.and_then(|row| row.blocked.as_ref()) != Some(*blocked))
+    {
+        changes.push((Reason::PodCidrBlocked, format!("no new address is given: {blocked}")));
+    }
+    changes
+}
+
+/// Follows the operator's errors, until dropped. Those that a former leader has written are no news.
+pub async fn cluster(mut cilium_nodes: Reader<String, CiliumNodeRow>, notices: Notices) {
+    let mut before = cilium_nodes.synced().await;
+    loop {
+        cilium_nodes.changed().await;
+        let now = cilium_nodes.snapshot();
+        for (node, reason, error) in errors(&before.rows, &now.rows) {
+            notices.publish(node, reason, error);
+        }
+        before = now;
+    }
+}
+
+/// Nodes whose error is another one than before.
+fn errors<'a>(
+    before: &'a BTreeMap<String, CiliumNodeRow>,
+    now: &'a BTreeMap<String, CiliumNodeRow>,
+) -> impl Iterator<Item = (&'a str, Reason, &'a str)> {
+    now.iter().filter_map(|(name, row)| {
+        let error = row.operator_error.as_deref()?;
+        if before.get(name).and_then(|row| row.operator_error.as_deref()) == Some(error) {
+            return None;
+        }
+        let reason = if cluster_pool::is_outside_pool(error) {
+            Reason::PodCidrOutsidePool
+        } else if row.pod_cidrs.is_empty() {
+            Reason::PodCidrPoolExhausted
+        } else {
+            Reason::PodCidrRefused
+        };
+        Some((name.as_str(), reason, error))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::Clock;
+    use crate::tables::findings::Findings;
+    use crate::tables::{Table, Waits};
+    use std::sync::Arc;
+
+    fn pool(cidr: &str, blocked: Option<&str>) -> PoolRow {
+        PoolRow { pod_cidr: cidr.parse().unwrap(), blocked: blocked.map(str::to_owned) }
+    }
+
+    #[test]
+    fn a_block_is_news_when_it_comes_changes_or_is_blocked() {
+        let (a, b, bad) = (pool("10.1.0.0/24", None), pool("10.2.0.0/24", None), pool("10.1.0.0/24", Some("clash")));
+        let reasons = |before, now| changes(before, now).into_iter().map(|(reason, _)| reason).collect::<Vec<_>>();
+        assert_eq!(reasons(None, None), []);
+        assert_eq!(reasons(None, Some(&a)), [Reason::PodCidrReceived]);
+        assert_eq!(reasons(Some(&a), Some(&a)), []);
+        assert_eq!(reasons(Some(&a), Some(&b)), [Reason::PodCidrChanged]);
+        assert_eq!(reasons(Some(&a), Some(&bad)), [Reason::PodCidrBlocked]);
+        assert_eq!(reasons(Some(&bad), Some(&bad)), []);
+        assert_eq!(reasons(Some(&bad), Some(&a)), []);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_wait_is_news_once_and_only_when_it_is_long() {
+        let clock = Clock::following_runtime("2026-01-01T00:00:00Z".parse().unwrap());
+        let (waits, notices) = (Waits::new(clock), Notices::new(clock));
+        let table: Arc<Table<(), PoolRow>> = Arc::new(Table::new("pool"));
+        let count =
+            || notices.reader().peek().rows.get(&("n".to_owned(), Reason::WaitingForPodCidr)).map(|row| row.count);
+        let task = tokio::spawn(node(
+            "n".into(),
+            table.reader(),
+            waits.reader(),
+            Findings::new(clock).reader(),
+            None,
+            notices.clone(),
+        ));
+        waits.begin(super::super::ipam_node::WAIT, "no block yet", None);
+        tokio::time::sleep(SHORT_WAIT / 2).await;
+        assert_eq!(count(), None);
+        tokio::time::sleep(SHORT_WAIT * 20).await;
+        assert_eq!(count(), Some(1));
+        table.publish(BTreeMap::from([((), pool("10.1.0.0/24", None))]));
+        waits.end(super::super::ipam_node::WAIT);
+        tokio::time::sleep(SHORT_WAIT).await;
+        assert!(notices.reader().peek().rows.contains_key(&("n".to_owned(), Reason::PodCidrReceived)));
+        assert_eq!(count(), Some(1));
+        task.abort();
+    }
+}

@@ -1,0 +1,306 @@
+//! Kubernetes events out of the table of notices.
+//!
+//! Events are for people who look now; nothing depends on one arriving. So each write has a budget, and a notice that cannot
+//! be written waits without anybody waiting for it:
+//!
+//! * One event for each node and reason. When it happens again, `series.count` is patched: first after
+//!   [`NOTE_INTERVAL`], then at most every [`SERIES_INTERVAL`]. Another note of that reason makes a new event, no earlier.
+//! * One process writes [`BURST`] events at once, and then one every [`REFILL`].
+//! * An error that will not pass (no right to write events) is told of once for each notice, which is dropped.
+//!
+//! Needs the verbs `create` and `patch` on `events` of `events.k8s.io`. Events of objects without namespace live in
+//! [`NAMESPACE`].
+
+use super::{KubernetesError, write};
+use crate::clock::Clock;
+use crate::tables::Reader;
+use crate::tables::notices::{Notice, NoticeKey};
+use crate::tables::rows::CiliumNodeRow;
+use crate::telemetry::metrics;
+use cistern_core::reconcile::{Classify, ErrorClass};
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::api::events::v1::Event;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use kube::api::{Patch, PatchParams, PostParams};
+use kube::{Api, Client};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+
+/// The API server takes no other for what has no namespace.
+pub const NAMESPACE: &str = "default";
+
+/// Between two patches of one event's count.
+pub const SERIES_INTERVAL: Duration = Duration::from_secs(300);
+/// Between two events about one node with one reason and different notes.
+pub const NOTE_INTERVAL: Duration = Duration::from_secs(60);
+/// Events that may be written at once.
+pub const BURST: u32 = 25;
+/// After a burst, one more write is allowed each time this has passed.
+pub const REFILL: Duration = Duration::from_secs(10);
+/// An error that may pass is tried again after this long, doubled each time up to [`SERIES_INTERVAL`].
+const RETRY: Duration = Duration::from_secs(5);
+
+const KIND: &str = "Event";
+
+/// The API server's bounds.
+const LONGEST_NOTE: usize = 1024;
+const LONGEST_INSTANCE: usize = 128;
+const LONGEST_NAME: usize = 253;
+
+/// Who writes.
+#[derive(Debug, Clone)]
+pub struct Reporter {
+    /// [`super::AGENT`] or [`super::OPERATOR`].
+    pub controller: &'static str,
+    /// Which one of them.
+    pub instance: String,
+}
+
+/// What is known of a notice that was written, or tried.
+#[derive(Debug, Default)]
+struct Written {
+    /// Name of the event; empty before the first one.
+    name: String,
+    /// The notice as it was written.
+    notice: Option<Notice>,
+    failures: u32,
+    /// Monotonic time before which nothing is written for this key.
+    not_before: Duration,
+}
+
+/// What is to be done for a row.
+#[derive(Debug, PartialEq, Eq)]
+enum Step {
+    Create,
+    Count,
+}
+
+struct Writer {
+    api: Api<Event>,
+    reporter: Reporter,
+    clock: Clock,
+    written: BTreeMap<NoticeKey, Written>,
+    /// Writes that are allowed now, and since when that number is right.
+    allowed: u32,
+    refilled: Duration,
+}
+
+/// Writes until cancelled. Events are about the objects of `objects`; a notice waits until its node's object exists.
+pub async fn run(
+    client: Client,
+    reporter: Reporter,
+    mut notices: Reader<NoticeKey, Notice>,
+    mut objects: Reader<String, CiliumNodeRow>,
+    clock: Clock,
+    cancel: CancellationToken,
+) {
+    let mut writer = Writer {
+        api: Api::namespaced(client, NAMESPACE),
+        reporter,
+        clock,
+        written: BTreeMap::new(),
+        allowed: BURST,
+        refilled: clock.monotonic(),
+    };
+    loop {
+        let (told, known) = (notices.snapshot(), objects.snapshot());
+        let pause = tokio::select! {
+            () = cancel.cancelled() => return,
+            pause = writer.pass(&told.rows, &known.rows) => pause,
+        };
+        tokio::select! {
+            () = cancel.cancelled() => return,
+            () = notices.changed() => {}
+            () = objects.changed() => {}
+            () = async { match pause { Some(pause) => tokio::time::sleep(pause).await, None => std::future::pending().await } } => {}
+        }
+    }
+}
+
+impl Writer {
+    /// Writes what is due and allowed; answers when something is due next.
+    async fn pass(
+        &mut self,
+        notices: &BTreeMap<NoticeKey, Notice>,
+        objects: &BTreeMap<String, CiliumNodeRow>,
+    ) -> Option<Duration> {
+        self.written.retain(|key, _| notices.contains_key(key));
+        let mut next: Option<Duration> = None;
+        for (key, notice) in notices {
+            let Some(object) = objects.get(&key.0) else { continue };
+            let Some(step) = step(self.written.get(key), notice) else { continue };
+            let now = self.clock.monotonic();
+            let due = self.written.get(key).map_or(Duration::ZERO, |written| written.not_before);
+            let due = if due <= now { self.take(now) } else { Err(due) };
+            match due {
+                Ok(()) => self.write(key, notice, &object.uid, &step).await,
+                Err(at) => next = Some(next.map_or(at, |next| next.min(at))),
+            }
+            // What was just written, or failed, may be due again.
+            if let Some(written) = self.written.get(key)
+                && self::step(Some(written), notice).is_some()
+            {
+                next = Some(next.map_or(written.not_before, |next| next.min(written.not_before)));
+            }
+        }
+        next.map(|at| at.saturating_sub(self.clock.monotonic()).max(Duration::from_millis(100)))
+    }
+
+    /// Takes one write out of the budget, or says when there is one.
+    fn take(&mut self, now: Duration) -> Result<(), Duration> {
+        let earned = u32::try_from(now.saturating_sub(self.refilled).as_secs() / REFILL.as_secs()).unwrap_or(BURST);
+        if self.allowed.saturating_add(earned) >= BURST {
+            (self.allowed, self.refilled) = (BURST, now);
+        } else {
+            self.allowed += earned;
+            self.refilled += REFILL * earned;
+        }
+        match self.allowed.checked_sub(1) {
+            Some(left) => {
+                self.allowed = left;
+                Ok(())
+            }
+            None => Err(self.refilled + REFILL),
+        }
+    }
+
+    async fn write(&mut self, key: &NoticeKey, notice: &Notice, uid: &str, step: &Step) {
+        let reason = key.1.name();
+        let known = self.written.remove(key).unwrap_or_default();
+        let name = match step {
+            Step::Create => event_name(key, notice),
+            Step::Count => known.name.clone(),
+        };
+        let outcome = match step {
+            Step::Create => self.create(key, notice, uid, &name).await,
+            Step::Count => self.count(notice, &name).await,
+        };
+        let now = self.clock.monotonic();
+        let done =
+            |pause| Written { name: name.clone(), notice: Some(notice.clone()), failures: 0, not_before: now + pause };
+        let written = match outcome {
+            Ok(()) => {
+                metrics::event(reason, "written");
+                done(if *step == Step::Create { NOTE_INTERVAL } else { SERIES_INTERVAL })
+            }
+            // Events go by themselves after an hour: the next time is a new one.
+            Err(error) if error.is_not_found() && *step == Step::Count => {
+                Written { not_before: now, ..Written::default() }
+            }
+            Err(error) if error.class() == ErrorClass::Permanent => {
+                metrics::event(reason, "dropped");
+                tracing::warn!(node = key.0, reason, %error, "event is not written");
+                done(SERIES_INTERVAL)
+            }
+            Err(error) => {
+                metrics::event(reason, "failed");
+                tracing::debug!(node = key.0, reason, %error, "event is not written yet");
+                let delay = RETRY.saturating_mul(1 << known.failures.min(6)).min(SERIES_INTERVAL);
+                Written { failures: known.failures.saturating_add(1), not_before: now + delay, ..known }
+            }
+        };
+        self.written.insert(key.clone(), written);
+    }
+
+    async fn create(
+        &self,
+        (node, reason): &NoticeKey,
+        notice: &Notice,
+        uid: &str,
+        name: &str,
+    ) -> Result<(), KubernetesError> {
+        let event = Event {
+            metadata: ObjectMeta {
+                name: Some(name.to_owned()),
+                namespace: Some(NAMESPACE.to_owned()),
+                ..ObjectMeta::default()
+            },
+            action: Some(reason.action().to_owned()),
+            event_time: Some(MicroTime(notice.first)),
+            note: Some(cut(&notice.note, LONGEST_NOTE).to_owned()),
+            reason: Some(reason.name().to_owned()),
+            regarding: Some(ObjectReference {
+                api_version: Some("cilium.io/v2".to_owned()),
+                kind: Some("CiliumNode".to_owned()),
+                name: Some(node.clone()),
+                uid: Some(uid.to_owned()),
+                ..ObjectReference::default()
+            }),
+            reporting_controller: Some(self.reporter.controller.to_owned()),
+            reporting_instance: Some(cut(&self.reporter.instance, LONGEST_INSTANCE).to_owned()),
+            type_: Some(if reason.is_warning() { "Warning" } else { "Normal" }.to_owned()),
+            ..Event::default()
+        };
+        let params = PostParams { field_manager: Some(self.reporter.controller.to_owned()), ..PostParams::default() };
+        match write("create", KIND, name, self.api.create(&params, &event)).await {
+            // An earlier try arrived without an answer.
+            Err(error) if error.is_conflict() => Ok(()),
+            outcome => outcome.map(|_| ()),
+        }
+    }
+
+    async fn count(&self, notice: &Notice, name: &str) -> Result<(), KubernetesError> {
+        // The API server takes a count from 2 on, and no change of any other field.
+        let count = i32::try_from(notice.count).unwrap_or(i32::MAX);
+        let patch = json!({"series": {"count": count, "lastObservedTime": MicroTime(notice.last)}});
+        let params = PatchParams { field_manager: Some(self.reporter.controller.to_owned()), ..PatchParams::default() };
+        write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await.map(|_| ())
+    }
+}
+
+/// What a row asks for, whenever it is due.
+fn step(written: Option<&Written>, notice: &Notice) -> Option<Step> {
+    match written.and_then(|written| written.notice.as_ref()) {
+        Some(before) if before.note == notice.note && before.first == notice.first => {
+            (notice.count > before.count).then_some(Step::Count)
+        }
+        _ => Some(Step::Create),
+    }
+}
+
+/// The same for the same notice, so that a try that arrived without an answer is not repeated.
+fn event_name((node, reason): &NoticeKey, notice: &Notice) -> String {
+    let suffix = format!(".{}.{:x}", reason.name().to_lowercase(), notice.first.as_nanosecond());
+    let node = cut(node, LONGEST_NAME.saturating_sub(suffix.len()));
+    format!("{}{suffix}", node.trim_end_matches(['.', '-']))
+}
+
+/// At most so many bytes, whole characters.
+fn cut(text: &str, longest: usize) -> &str {
+    let end = (0..=longest.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or_default();
+    text.get(..end).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tables::notices::Reason;
+
+    fn notice(note: &str, count: u64) -> Notice {
+        let first = "2026-01-01T00:00:00Z".parse().unwrap();
+        Notice { note: note.into(), count, first, last: first }
+    }
+
+    #[test]
+    fn a_row_is_created_counted_and_made_anew_with_another_note() {
+        let written = Written { notice: Some(notice("a", 1)), ..Written::default() };
+        assert_eq!(step(None, &notice("a", 1)), Some(Step::Create));
+        assert_eq!(step(Some(&Written::default()), &notice("a", 1)), Some(Step::Create));
+        assert_eq!(step(Some(&written), &notice("a", 1)), None);
+        assert_eq!(step(Some(&written), &notice("a", 2)), Some(Step::Count));
+        assert_eq!(step(Some(&written), &notice("b", 1)), Some(Step::Create));
+    }
+
+    #[test]
+    fn names_and_notes_fit_the_api_servers_bounds() {
+        let name = event_name(&("n.".repeat(126), Reason::PodCidrPoolExhausted), &notice("", 1));
+        assert!(name.len() <= LONGEST_NAME && !name.contains(".."), "{name}");
+        assert_eq!(
+            event_name(&("n1".into(), Reason::LeaseFinding), &notice("", 1)),
+            "n1.leasefinding.18867174a7430000"
+        );
+        assert_eq!((cut("äöü", 3), cut("abc", 9)), ("ä", "abc"));
+    }
+}

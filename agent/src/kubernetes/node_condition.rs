@@ -1,0 +1,91 @@
+//! The condition of a Node that says whether its agent serves pods.
+//!
+//! It lives on the Node and not on the CiliumNode: the CRD of Cilium has no conditions there, and an API server with that
+//! CRD would drop them without a word. Needs the verb `patch` on `nodes/status`.
+
+use super::{AGENT, KubernetesError, write};
+use crate::clock::Clock;
+use crate::reconciler::Operations;
+use crate::tables::Reader;
+use crate::tables::rows::{NodeCondition, NodeRow};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Node;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client};
+use serde_json::json;
+use std::collections::BTreeMap;
+
+/// The condition's `type`.
+pub const TYPE: &str = "cistern.io/Ready";
+
+const KIND: &str = "Node";
+
+/// Conditions of this node's Node.
+#[derive(Debug)]
+pub struct NodeConditions {
+    api: Api<Node>,
+    name: String,
+    seen: Reader<String, NodeRow>,
+    clock: Clock,
+    /// What was written, and when it came into that state: the watch may show it later.
+    written: Option<(NodeCondition, Timestamp)>,
+}
+
+impl NodeConditions {
+    /// Writes to the Node `name`, and reads it back from `seen`.
+    #[must_use]
+    pub fn new(client: Client, name: String, seen: Reader<String, NodeRow>, clock: Clock) -> Self {
+        Self { api: Api::all(client), name, seen, clock, written: None }
+    }
+
+    /// The condition as it is, and when it came into that state.
+    async fn known(&mut self) -> Option<(NodeCondition, Timestamp)> {
+        let snapshot = self.seen.synced().await;
+        self.written.clone().or_else(|| snapshot.rows.get(&self.name)?.condition.clone())
+    }
+}
+
+impl Operations for NodeConditions {
+    type Key = String;
+    type Value = NodeCondition;
+    type Error = KubernetesError;
+
+    async fn update(&mut self, name: &String, value: &NodeCondition) -> Result<(), KubernetesError> {
+        let now = self.clock.now();
+        let since = match self.known().await {
+            Some((before, since)) if before.ready == value.ready => since,
+            _ => now,
+        };
+        let seconds = |time: Timestamp| time.round(jiff::Unit::Second).unwrap_or(time).to_string();
+        let patch = json!({"status": {"conditions": [{
+            "type": TYPE,
+            "status": if value.ready { "True" } else { "False" },
+            "reason": value.reason,
+            "message": value.message,
+            "lastTransitionTime": seconds(since),
+            "lastHeartbeatTime": seconds(now),
+        }]}});
+        let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
+        let patch = Patch::Strategic(&patch);
+        let call = self.api.patch_status(name, &params, &patch);
+        match write("patch status of", KIND, name, call).await {
+            Ok(_) => {
+                self.written = Some((value.clone(), since));
+                Ok(())
+            }
+            // An agent may be there before kubelet has registered its Node; the next full pass finds it.
+            Err(error) if error.is_not_found() => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn delete(&mut self, _name: &String) -> Result<(), KubernetesError> {
+        Ok(())
+    }
+
+    async fn observe(&mut self) -> Result<BTreeMap<String, NodeCondition>, KubernetesError> {
+        // What was written before may have been lost with the Node; the watch has shown it by now.
+        self.written = None;
+        Ok(self.known().await.map(|(condition, _)| (self.name.clone(), condition)).into_iter().collect())
+    }
+}
