@@ -31,11 +31,18 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     build.args(["build", "--locked", "--package", TESTS_PACKAGE, "--bin", CLUSTER]);
     // What the other commands print is read by programs and by people in a hurry.
     if is("up") {
-        process::run(&mut build)?
+        process::run(&mut build)?;
     } else {
-        process::output(build.arg("--quiet")).map(drop)?
+        process::output(build.arg("--quiet"))?;
     }
-    let program = workspace.metadata()?.target_directory.join("debug").join(CLUSTER);
-    let error = Command::new(&program).args(&options.arguments).exec();
+    let target = workspace.metadata()?.target_directory;
+    let program = target.join("debug").join(CLUSTER);
+    let mut command = Command::new(&program);
+    command.args(&options.arguments);
+    let says = |option: &str| options.arguments.iter().any(|argument| argument.starts_with(option));
+    if is("up") && !says("--image") && !says("--cni") {
+        command.arg("--image").arg(target.join("image/cistern.tar"));
+    }
+    let error = command.exec();
     Err(error).with_context(|| format!("start {}", program.display()))
 }
