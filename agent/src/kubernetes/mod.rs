@@ -6,7 +6,9 @@ pub mod cilium_node;
 pub mod client;
 pub mod crd;
 pub mod lease;
+pub mod node;
 pub mod records;
+pub mod uninstall;
 pub mod views;
 pub mod watch;
 
