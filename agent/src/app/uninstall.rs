@@ -5,7 +5,7 @@ use crate::datapath::Pins;
 use crate::install::plugin;
 use crate::kubernetes::client::{Client, connect};
 use crate::kubernetes::uninstall::{Answers, Objects};
-use crate::netlink::targets::{RouterAddress, Routes};
+use crate::netlink::targets::{RouterAddress, Routes, release_pod_routes};
 use crate::reconciler::Operations;
 use crate::state::{BootMarker, StateDir};
 use crate::tables::Reader;
@@ -75,6 +75,7 @@ async fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
     note("CNI plugin", plugin::remove(&settings.cni_bin_path).map_err(|error| error.to_string()));
     note("kernel programs", Pins::new(settings.pin_root()).remove_all().map_err(|error| error.to_string()));
     note("routes", remove_all(Routes::open()).await);
+    note("routes to pods", release_pod_routes().map_err(|error| error.to_string()));
     note("router address", remove_all(RouterAddress::open()).await);
     let run = settings.socket_path.parent().unwrap_or(Path::new("/run/cistern"));
     note("state", state.clear().map_err(|error| error.to_string()));

@@ -134,7 +134,9 @@ impl StateDir {
         })?;
         let ours = |name: &str| name == "lock" || name.ends_with(".json") || name.contains(".unreadable-");
         let files = entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(ours));
-        let outcome = remove_files(files.map(|entry| entry.path()));
+        // A DEL that waits there belongs to a lease that stays.
+        let lock = self.root.join(QUEUE).join("lock");
+        let outcome = remove_files(files.map(|entry| entry.path()).chain([lock]));
         for directory in [leases::DIRECTORY, QUEUE] {
             // One that is not empty stays.
             let _ = std::fs::remove_dir(self.root.join(directory));
