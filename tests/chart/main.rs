@@ -2,6 +2,12 @@
 //! writes.
 //!
 //! That the objects work together in a cluster is for the cluster tests.
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking, in the functions that tests share too"
+)]
 
 use cistern_core::settings::{Command as Role, Directory, IpamMode, Layers, Settings};
 use serde_json::{Map, Value, json};
