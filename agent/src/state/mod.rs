@@ -341,7 +341,7 @@ mod tests {
         state.clear().unwrap();
         assert_eq!(std::fs::read_dir(state.root()).unwrap().count(), 0);
         let marker = BootMarker::new(dir.path());
-        marker.set(jiff::Timestamp::UNIX_EPOCH).unwrap();
+        marker.set(Timestamp::UNIX_EPOCH).unwrap();
         marker.clear().unwrap();
         marker.clear().unwrap();
         assert!(!marker.is_set());
