@@ -31,6 +31,7 @@ pub mod cni;
 pub mod controllers;
 pub mod datapath;
 pub mod files;
+pub mod install;
 pub mod kubernetes;
 pub mod netlink;
 pub mod reconciler;

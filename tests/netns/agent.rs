@@ -197,6 +197,7 @@ impl Agent {
         let peers = Table::new("peers");
         peers.publish(BTreeMap::new());
         let clock = runtime.block_on(async { Clock::system() });
+        let nodes = Table::new("nodes");
         let parts = Parts {
             node: machine.name().to_owned(),
             records: Vec::new(),
@@ -213,8 +214,10 @@ impl Agent {
             pool: pool.reader(),
             network: network.reader(),
             peers: peers.reader(),
+            nodes: nodes.reader(),
             router: Arc::new(Table::new("router")),
             endpoints: Arc::new(Table::new("endpoints")),
+            held: Arc::new(Table::new("held")),
             waits: Waits::new(clock),
             findings: Findings::new(clock),
             clock,
@@ -223,7 +226,7 @@ impl Agent {
         let (endpoints, task) = endpoint::start(parts, CancellationToken::new());
         runtime.spawn(async move {
             // The task waits for changes of these.
-            let _writers = (pool, network, peers);
+            let _writers = (pool, network, peers, nodes);
             task.await;
         });
         let answers = Arc::new(Answers {

@@ -401,3 +401,82 @@ fn a_damaged_lease_is_set_aside_and_the_pods_of_the_others_go_on() {
     assert!(rig.holds("good"));
     assert!(leases.join("pod-000000000000000000000000.json.unreadable-1").exists());
 }
+
+fn names(node: &Machine, path: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(node.file(path)).unwrap();
+    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// Runs a command of the program: whether it went well, and what it said.
+fn cistern(node: &Machine, arguments: &[&str]) -> (bool, String) {
+    let Output { status, stdout, stderr } = node.command(program("cistern")).args(arguments).output().unwrap();
+    (status.success(), String::from_utf8(stdout).unwrap() + &String::from_utf8(stderr).unwrap())
+}
+
+// Forwarding, bpffs and the plugin before; the configuration only when the node serves; and everything away on request.
+#[test]
+fn a_node_is_prepared_configured_and_cleaned_again() {
+    const NONE: [&str; 0] = [];
+    let mut rig = Rig::new("p-uninstall");
+    rig.node.run("umount", &["/sys/fs/bpf"]).unwrap();
+    // Asked from inside: the file shows the network of whoever reads it.
+    let forwarding = "/proc/sys/net/ipv4/ip_forward";
+    rig.node.run("sh", &["-c", &format!("echo 0 >{forwarding}")]).unwrap();
+    for _ in 0..2 {
+        let (good, text) = cistern(&rig.node, &["install", "--cni-bin-path", "/run/cni/bin"]);
+        assert!(good, "{text}");
+    }
+    assert_eq!(rig.node.run("stat", &["-f", "-c", "%T", "/sys/fs/bpf"]).unwrap().trim(), "bpf_fs");
+    assert_eq!(rig.node.run("cat", &[forwarding]).unwrap().trim(), "1");
+    assert_eq!(names(&rig.node, "/run/cni/bin"), ["cilium-cni", "cistern-cni"]);
+
+    std::fs::create_dir_all(rig.node.file("/run/cni/net.d")).unwrap();
+    std::fs::write(rig.node.file("/run/cni/net.d/10-other.conflist"), "{}").unwrap();
+    rig.write_kubeconfig();
+    rig.start_agent(&[
+        "--write-cni-conf-when-ready",
+        "/run/cni/net.d/05-cistern.conflist",
+        "--cni-exclusive=true",
+        "--cni-bin-path",
+        "/run/cni/bin",
+    ]);
+    until("the wait for the API server", || rig.wait("watch ciliumnodes").is_some());
+    // A node that cannot serve is not offered pods.
+    assert_eq!(names(&rig.node, "/run/cni/net.d"), ["10-other.conflist"]);
+    rig.start_api();
+    until("the configuration, and the other one's set aside", || {
+        names(&rig.node, "/run/cni/net.d") == ["05-cistern.conflist", "10-other.conflist.cistern_bak"]
+    });
+    assert!(rig.is_ready());
+    rig.add("stays").unwrap();
+
+    let ask = ["uninstall", "--k8s-kubeconfig-path", KUBECONFIG, "--timeout", "30s"];
+    let (good, text) = cistern(&rig.node, &ask);
+    assert!(good && text.contains("node-a: clean"), "{text}");
+    assert_eq!(names(&rig.node, "/run/cni/net.d"), ["10-other.conflist"]);
+    for empty in ["/run/cni/bin", "/run/cistern"] {
+        assert_eq!(names(&rig.node, empty), NONE, "{empty}");
+    }
+    assert!(!rig.node.file("/sys/fs/bpf/cistern").exists());
+    // Leases of pods that run are not forgotten: a new installation must not give their addresses to others.
+    assert_eq!(names(&rig.node, "/var/lib/cistern"), ["leases"]);
+    assert_eq!(rig.node.run("ip", &["-4", "-o", "address", "show", "dev", "lo"]).unwrap().lines().count(), 1);
+    // And the node still reaches them.
+    let routes = rig.node.run("ip", &["route", "show", "table", "main"]).unwrap();
+    assert!(!routes.contains("unreachable") && routes.contains("dev cst"), "{routes}");
+    let kubectl = ["--kubeconfig", KUBECONFIG, "--namespace", "kube-system", "get", "leases,configmaps", "-o", "name"];
+    assert_eq!(rig.node.run("kubectl", &kubectl).unwrap().trim(), "");
+
+    // Asked again, the idle agent says so again; one that is gone is named.
+    let (good, text) = cistern(&rig.node, &ask);
+    assert!(good && text.contains("node-a: clean"), "{text}");
+    assert!(rig.agent.as_mut().unwrap().try_wait().unwrap().is_none(), "the agent has ended");
+    rig.kill_agent();
+    let ask = ["uninstall", "--k8s-kubeconfig-path", KUBECONFIG, "--timeout", "1s"];
+    let (good, text) = cistern(&rig.node, &ask);
+    assert!(!good && text.contains("node-a (no answer within 1 s)"), "{text}");
+    let (good, text) = cistern(&rig.node, &[&ask[..], &["--ignore-unanswered"]].concat());
+    assert!(good, "{text}");
+}

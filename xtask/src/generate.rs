@@ -13,8 +13,9 @@ use std::process::Command;
 
 /// Where text comes from, and where it goes.
 enum Generator {
-    /// A program of ours, run with a folder as its last argument, writes files that belong into `folder`.
-    Folder { program: &'static [&'static str], folder: &'static str },
+    /// A program of ours, run with a folder as its last argument, writes files that belong into `folder`, and into
+    /// `copied`, too.
+    Folder { program: &'static [&'static str], folder: &'static str, copied: &'static str },
     /// A program of ours prints what `file` holds.
     File { program: &'static [&'static str], file: &'static str },
     /// A function gives what stands in `file` between `<!-- generated: NAME -->` and `<!-- /generated -->`.
@@ -32,7 +33,11 @@ impl Generator {
 }
 
 const GENERATORS: [Generator; 5] = [
-    Generator::Folder { program: &["--package", "cistern-crds", "--example", "gen"], folder: "crds" },
+    Generator::Folder {
+        program: &["--package", "cistern-crds", "--example", "gen"],
+        folder: "crds",
+        copied: "charts/cistern/crds",
+    },
     Generator::File {
         program: &["--package", "cistern-core", "--example", "settings"],
         file: "agent/core/settings.md",
@@ -91,7 +96,7 @@ fn fresh(workspace: &Workspace, wanted: &str) -> Result<BTreeMap<PathBuf, String
     let mut files = BTreeMap::new();
     for generator in GENERATORS.iter().filter(|generator| generator.makes().contains(wanted)) {
         match *generator {
-            Generator::Folder { program, folder } => {
+            Generator::Folder { program, folder, copied } => {
                 let empty = workspace.metadata()?.target_directory.join("generated").join(folder);
                 if empty.exists() {
                     std::fs::remove_dir_all(&empty).with_context(|| format!("emptying {}", empty.display()))?;
@@ -102,7 +107,9 @@ fn fresh(workspace: &Workspace, wanted: &str) -> Result<BTreeMap<PathBuf, String
                 if made.is_empty() {
                     bail!("the generator of {folder} wrote no file");
                 }
-                files.extend(made.into_iter().map(|(name, text)| (Path::new(folder).join(name), text)));
+                for to in [folder, copied] {
+                    files.extend(made.iter().map(|(name, text)| (Path::new(to).join(name), text.clone())));
+                }
             }
             Generator::File { program, file } => {
                 files.insert(file.into(), process::output(&mut program_of_ours(workspace, program))?);

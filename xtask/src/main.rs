@@ -5,6 +5,7 @@
 //! | [`setup`] | `setup`: installs what the other commands need |
 //! | [`ebpf`] | `build-ebpf`: the kernel programs, with whichever toolchain can build them |
 //! | [`build`] | `build`: kernel programs, then the binaries |
+//! | [`image`] | `image`: the container image |
 //! | [`generate`] | `gen`: the files that are derived from code |
 //! | [`check`] | `check`: everything that is judged without running Cistern |
 //! | [`test`] | `test`: all of the above and every test |
@@ -22,6 +23,7 @@ mod cluster;
 mod demo;
 mod ebpf;
 mod generate;
+mod image;
 mod process;
 mod setup;
 mod simulate;
@@ -47,6 +49,8 @@ enum Command {
     BuildEbpf,
     /// Builds the kernel programs, cistern and cistern-cni
     Build(build::Options),
+    /// Builds the container image: target/image/cistern.tar
+    Image(image::Options),
     /// Writes every generated file anew
     Gen(generate::Options),
     /// Format, lints, layers, generated files and the rules of the tree
@@ -70,6 +74,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Setup => setup::run(&workspace)?,
         Command::BuildEbpf => drop(ebpf::build(&workspace)?),
         Command::Build(options) => build::run(&workspace, &options)?.print_sizes()?,
+        Command::Image(options) => drop(image::run(&workspace, &options)?),
         Command::Gen(options) => generate::run(&workspace, &options)?,
         Command::Check(options) => return Ok(exit_code(check::run(&workspace, &options)?.is_empty())),
         Command::Test(options) => return Ok(exit_code(test::run(&workspace, &options)?)),

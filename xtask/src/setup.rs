@@ -22,7 +22,7 @@ struct Program {
 }
 
 /// A C compiler is not among them: without one, this program could not have been built.
-const PROGRAMS: [Program; 13] = [
+const PROGRAMS: [Program; 14] = [
     Program { name: "git", package: "git", used_by: "check" },
     Program { name: "ip", package: "iproute2", used_by: "namespace tests, demo" },
     Program { name: "ping", package: "iputils-ping", used_by: "demo" },
@@ -31,11 +31,12 @@ const PROGRAMS: [Program; 13] = [
     Program { name: "kubectl", package: "kubernetes-client", used_by: "script tests, demo" },
     Program { name: "/usr/lib/cni/ptp", package: "containernetworking-plugins", used_by: "bench, cluster" },
     Program { name: "runc", package: "runc", used_by: "cluster" },
-    Program { name: "buildah", package: "buildah", used_by: "cluster: images" },
+    Program { name: "buildah", package: "buildah", used_by: "image, cluster" },
     Program { name: "iptables", package: "iptables", used_by: "cluster: kube-proxy" },
     Program { name: "conntrack", package: "conntrack", used_by: "cluster: kube-proxy" },
     Program { name: "curl", package: "curl", used_by: "cluster: the test image" },
     Program { name: "busybox", package: "busybox-static", used_by: "cluster: shell of the test image" },
+    Program { name: "/etc/ssl/certs/ca-certificates.crt", package: "ca-certificates", used_by: "image" },
 ];
 
 /// The release of bpf-linker that is known to build these programs.

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Options {
     /// Only tests whose name contains this
     filter: Option<String>,
-    /// Only these stages: build, check, unit, script, simulation, netns, ebpf
+    /// Only these stages: build, check, unit, script, simulation, chart, netns, ebpf
     #[arg(long, value_delimiter = ',')]
     stage: Vec<String>,
     /// Accept that the stages that need root are skipped
@@ -42,12 +42,13 @@ enum Stage {
     },
 }
 
-const STAGES: [Stage; 7] = [
+const STAGES: [Stage; 8] = [
     Stage::Build,
     Stage::Check,
     Stage::Unit,
     Stage::Target { name: "script", privileged: false },
     Stage::Target { name: "simulation", privileged: false },
+    Stage::Target { name: "chart", privileged: false },
     Stage::Target { name: "netns", privileged: true },
     Stage::Target { name: "ebpf", privileged: true },
 ];

@@ -12,6 +12,7 @@
 //! | [`masquerade`] | which packets leave under the node's address |
 //! | [`cni`] | the CNI specification's types, and the steps of ADD, CHECK and DEL |
 //! | [`lease`] | who leads, judged from a Lease object |
+//! | [`uninstall`] | what a request to clean a node and its answer say |
 //! | [`reconcile`] | differences between desired and observed, and when to try again |
 
 pub mod cni;
@@ -22,3 +23,4 @@ pub mod masquerade;
 pub mod reconcile;
 pub mod settings;
 mod spelling;
+pub mod uninstall;

@@ -2,9 +2,10 @@
 
 use super::agent_api::Answers;
 use super::agent_role::{self, Agent, Shared};
+use super::network_configuration::NetworkConfiguration;
 use super::operator_role::Operator;
 use super::remembered::{self, unreadable};
-use super::{Refused, kernel, operator, signals};
+use super::{Refused, kernel, operator, signals, uninstall};
 use crate::api::server;
 use crate::clock::{self, Clock};
 use crate::cni;
@@ -67,14 +68,16 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     } else {
         None
     };
+    let (configuration, waits) = (NetworkConfiguration::of(&settings), shared.waits.clone());
+    let role = cancel.child_token();
     let running = agent_role::start(
         Agent {
             build: super::build_info::long(),
             reserved_ports: kernel::reserved_ports(),
-            settings,
-            client,
+            settings: settings.clone(),
+            client: client.clone(),
             targets,
-            state,
+            state: state.clone(),
             leases,
             lease_store: Box::new(Files(files)),
             lease_clock,
@@ -89,17 +92,35 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
             listener: Some(listener),
             shared,
         },
-        &cancel,
+        &role,
     )?;
+    let asked = uninstall::requested(settings.node_name.clone(), running.cilium_nodes.clone());
+    let asked = tokio::spawn(async move {
+        let request = asked.await;
+        role.cancel();
+        request
+    });
     let replay = tokio::spawn(replay_deletions(running.answers.endpoints.clone()));
     let served = tokio::spawn(mark_served(marker.served(), running.answers.clone()));
     let marked = tokio::spawn(mark_boot(marker, began, running.answers.endpoints.clone()));
+    let configured = configuration.map(|conf| tokio::spawn(conf.keep(running.answers.clone(), waits)));
     let outcome = running.join().await.context("the agent ends; pods go on with what is in the kernel");
     marked.abort();
     replay.abort();
     served.abort();
+    configured.inspect(tokio::task::JoinHandle::abort);
+    outcome?;
+    if cancel.is_cancelled() {
+        asked.abort();
+    } else {
+        let request = asked.await?;
+        tokio::select! {
+            () = cancel.cancelled() => {}
+            () = uninstall::clean_and_answer(client, &settings, &state, request) => {}
+        }
+    }
     tracing::info!("stopped");
-    outcome
+    Ok(())
 }
 
 /// The clock of leases: it counts on from the moment of the boot, as the first agent of this boot knew it, so that it

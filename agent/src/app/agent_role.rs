@@ -13,6 +13,7 @@ use crate::controllers::{endpoint, ipam_node, masquerade, node, notices as tell,
 use crate::files;
 use crate::kubernetes::cilium_node::OwnNode;
 use crate::kubernetes::client::Client;
+use crate::kubernetes::node::Annotations;
 use crate::kubernetes::node_condition::NodeConditions;
 use crate::kubernetes::{self, events, views, watch as watches};
 use crate::reconciler::{Options, TargetStatus};
@@ -24,7 +25,7 @@ use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{Attachment, Record, RecordTimes, Timings};
 use cistern_core::reconcile::backoff::Backoff;
-use cistern_core::settings::Settings;
+use cistern_core::settings::{IpamMode, Settings};
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -111,6 +112,8 @@ impl Shared {
 pub struct Running {
     /// Answers the calls of the API.
     pub answers: Arc<Answers>,
+    /// Every CiliumNode, the own one among them.
+    pub cilium_nodes: Reader<String, CiliumNodeRow>,
     tasks: Supervisor,
 }
 
@@ -142,10 +145,14 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let network = Arc::new(Table::new("network"));
     let router = Arc::new(Table::new("router"));
     let endpoints = Arc::new(Table::new("endpoints"));
+    let held = Arc::new(Table::new("held"));
     let own_node = Arc::new(Table::new("own-cilium-node"));
     let routes = Arc::new(Table::new("routes"));
     let ip_masq_file = Arc::new(Table::new("ip-masq-file"));
     let masquerade = masquerade::Tables::default();
+
+    // Who names the node's blocks in its CiliumNode.
+    let mirror = settings.ipam == IpamMode::Kubernetes;
 
     // === Observe ===
     let own = watches::Which::Named(name.clone());
@@ -178,16 +185,23 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             network.reader(),
             router.reader(),
             pool.reader(),
+            mirror,
             Arc::clone(&own_node),
         )),
     );
     decide(
         "pod CIDR",
         Box::pin(ipam_node::run(
-            name.clone(),
-            ipam_node::Configured { mode: settings.ipam.name(), ranges: settings.cluster_pool_ipv4.clone() },
-            peers.reader(),
-            network.reader(),
+            ipam_node::Inputs {
+                node: name.clone(),
+                mode: settings.ipam,
+                require_ipv6: settings.require_ipv6_pod_cidr,
+                peers: peers.reader(),
+                network: network.reader(),
+                nodes: nodes.reader(),
+                held: held.reader(),
+                ranges: settings.cluster_pool_ipv4.clone(),
+            },
             Arc::clone(&pool),
             waits.clone(),
             findings.clone(),
@@ -239,8 +253,16 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let write = events::run(client.clone(), reporter, notices.reader(), cilium_nodes.reader(), clock, token.clone());
     tasks.spawn_loop("write events", write);
     if settings.auto_create_cilium_node {
-        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), cilium_nodes.reader()));
+        let nodes = cilium_nodes.reader();
+        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), nodes, mirror));
         tasks.spawn_loop("write own CiliumNode", reconcile.run("own CiliumNode", target, own_node.reader()));
+    }
+    if settings.annotate_k8s_node {
+        let annotations = Arc::new(Table::new("node-annotations"));
+        let follow = node::annotate(name.clone(), router.reader(), pool.reader(), Arc::clone(&annotations));
+        tasks.spawn_loop("annotate Node", until(token.clone(), follow));
+        let target = super::targets::target(Annotations::new(client.clone(), nodes.reader()));
+        tasks.spawn_loop("write annotations", reconcile.run("Node annotations", target, annotations.reader()));
     }
     let mut endpoint_map = None;
     if let Some(datapath) = targets.datapath {
@@ -274,8 +296,10 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             pool: pool.reader(),
             network: network.reader(),
             peers: peers.reader(),
+            nodes: nodes.reader(),
             router: Arc::clone(&router),
             endpoints: Arc::clone(&endpoints),
+            held,
             waits: waits.clone(),
             findings: findings.clone(),
             clock: agent.lease_clock,
@@ -344,7 +368,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             tasks.spawn("metrics", async move { Ok(serve.await?) });
         }
     }
-    Ok(Running { answers, tasks })
+    Ok(Running { answers, cilium_nodes: cilium_nodes.reader(), tasks })
 }
 
 /// Starts reconcilers that differ in name, target and table only.

@@ -1,6 +1,6 @@
 //! The command line.
 
-use super::{agent, operator, settings};
+use super::{agent, install, operator, settings, uninstall};
 use crate::cli::{self, Ask, BpfCommand, ExplainCommand, IpCommand};
 use cistern_core::settings::{Command as Role, KEYS, Settings};
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, Subcommand};
@@ -35,6 +35,14 @@ pub fn command() -> Command {
         .subcommand(role(
             "operator",
             "Runs the operator: takes part in the leader election, gives each node its pod CIDR",
+        ))
+        .subcommand(install::Options::augment_args(Command::new("install")).about(
+            "Prepares a node, as root: mounts bpffs, switches forwarding on, installs the CNI plugin (init container of \
+             the chart)",
+        ))
+        .subcommand(uninstall::Options::augment_args(Command::new("uninstall")).about(
+            "Has every agent of the cluster take what it made off its node, and waits for them (hook of the chart before \
+             it is deleted)",
         ))
         .subcommand(
             Ask::augment_args(Command::new("status"))
@@ -84,6 +92,14 @@ pub fn run() -> ExitCode {
     let result = match matches.subcommand() {
         Some(("agent", matches)) => return role(matches, Role::Agent),
         Some(("operator", matches)) => return role(matches, Role::Operator),
+        Some(("install", matches)) => install::Options::from_arg_matches(matches)
+            .map_err(|error| error.to_string())
+            .and_then(|options| install::run(&options).map_err(|error| format!("{error:#}")))
+            .map(|()| ExitCode::SUCCESS),
+        Some(("uninstall", matches)) => uninstall::Options::from_arg_matches(matches)
+            .map_err(|error| error.to_string())
+            .and_then(|options| runtime()?.block_on(uninstall::run(&options)).map_err(|error| format!("{error:#}")))
+            .map(|()| ExitCode::SUCCESS),
         Some(("status", matches)) => with_ask(matches, |ask| cli::status(ask, &mut std::io::stdout()))
             .map(|ready| if ready { ExitCode::SUCCESS } else { ExitCode::from(NOT_READY) }),
         Some(("ip", matches)) => asked(matches, |ask, command| cli::ip(ask, command, &mut std::io::stdout())),
@@ -110,6 +126,11 @@ fn asked<C: FromArgMatches>(
     with_ask(matches, |ask| answer(ask, &command)).map(|()| ExitCode::SUCCESS)
 }
 
+fn runtime() -> Result<tokio::runtime::Runtime, String> {
+    let built = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    built.map_err(|error| format!("cannot start the runtime: {error}"))
+}
+
 fn role(matches: &ArgMatches, role: Role) -> ExitCode {
     let (settings, warnings): (Settings, Vec<_>) = match settings::load(given_flags(matches), role) {
         Ok(loaded) => loaded,
@@ -122,10 +143,10 @@ fn role(matches: &ArgMatches, role: Role) -> ExitCode {
     for warning in &warnings {
         tracing::warn!(keys = ?warning.keys, "{warning}");
     }
-    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
+    let runtime = match runtime() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("cistern: cannot start the runtime: {error}");
+            eprintln!("cistern: {error}");
             return ExitCode::FAILURE;
         }
     };

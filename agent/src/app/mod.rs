@@ -8,8 +8,10 @@ pub mod agent_role;
 pub mod build_info;
 pub mod cli;
 pub mod condition;
+pub mod install;
 pub mod kernel;
 pub mod metrics;
+pub mod network_configuration;
 pub mod node_status;
 pub mod operator;
 pub mod operator_role;
@@ -19,6 +21,7 @@ pub mod settings;
 mod signals;
 pub mod supervisor;
 pub mod targets;
+pub mod uninstall;
 
 use crate::telemetry;
 use cistern_core::settings::{LogFormat, LogLevel, Settings};

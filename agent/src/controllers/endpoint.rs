@@ -11,7 +11,7 @@
 
 use crate::clock::Clock;
 use crate::tables::findings::{Findings, Found};
-use crate::tables::rows::{NetworkRow, PeerRow, PoolRow};
+use crate::tables::rows::{NetworkRow, NodeRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ip::Family;
 use cistern_core::ipam::audit::{self, Audit, HostLink, Namespace, Seen};
@@ -20,6 +20,7 @@ use cistern_core::ipam::lease::{
     Leases, Network, Outcome, Owed, OwnerError, OwnerLease, OwnerRequest, PodLease, Record, RecordKey, RecordTimes,
     Restored, Row, Timings,
 };
+use cistern_core::ipam::node::host_scope;
 use cistern_core::ipam::node::pod_cidr::{Addresses, Usage};
 use cistern_core::masquerade::plan::EndpointEntry;
 use ipnet::IpNet;
@@ -275,10 +276,14 @@ pub struct Parts {
     pub network: Reader<(), NetworkRow>,
     /// Every node of the cluster: this node's own row names the router address that was published.
     pub peers: Reader<String, PeerRow>,
+    /// This node's Node, whose annotations may name the router address, too.
+    pub nodes: Reader<String, NodeRow>,
     /// Gets the router address.
     pub router: Arc<Table<Ipv4Addr, ()>>,
     /// Gets the pods whose interface exists.
     pub endpoints: Arc<Table<Ipv4Addr, EndpointEntry>>,
+    /// Gets whether anybody holds an address.
+    pub held: Arc<Table<(), bool>>,
     /// What is waited for: here, a disk that refuses.
     pub waits: Waits,
     /// What the audit finds.
@@ -344,6 +349,7 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
             () = task.parts.pool.changed() => task.network_changed(),
             () = task.parts.network.changed() => task.network_changed(),
             () = task.parts.peers.changed() => task.network_changed(),
+            () = task.parts.nodes.changed() => task.network_changed(),
             () = tokio::time::sleep(deadline) => {}
         }
         // Whatever woke it: what asks again and again must not keep it from what is due.
@@ -438,17 +444,18 @@ impl Task {
         });
         let exclusions = addresses.chain(unrecorded).collect();
         let peers = self.parts.peers.snapshot();
+        let published = peers.rows.get(&self.parts.node).and_then(|row| row.router);
+        let nodes = self.parts.nodes.snapshot();
+        let annotated = nodes.rows.get(&self.parts.node).and_then(|row| host_scope::router(&row.annotations));
         Network {
             ipv4: self.parts.pool.snapshot().rows.get(&()).map(|row| row.pod_cidr),
             ipv6: None,
             exclusions,
             configured_router: Addresses { ipv4: self.parts.configured_router, ipv6: None },
-            seen_routers: peers
-                .rows
-                .get(&self.parts.node)
-                .and_then(|row| row.router)
-                .map(|router| Addresses { ipv4: Some(router), ipv6: None })
+            seen_routers: published
                 .into_iter()
+                .chain(annotated)
+                .map(|router| Addresses { ipv4: Some(router), ipv6: None })
                 .collect(),
         }
     }
@@ -685,7 +692,9 @@ impl Task {
         if !self.parts.network.peek().synced {
             return;
         }
-        let unrecorded = self.unrecorded().into_iter().map(|(address, (_, ifindex))| (address, ifindex));
+        let unrecorded = self.unrecorded();
+        self.parts.held.publish(BTreeMap::from([((), self.leases.holds_any() || !unrecorded.is_empty())]));
+        let unrecorded = unrecorded.into_iter().map(|(address, (_, ifindex))| (address, ifindex));
         let leased = self.leases.pods().filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
             (LeaseState::Confirmed { interface, .. }, Some(address)) => Some((address, interface.host_ifindex)),
             _ => None,

@@ -1,68 +1,103 @@
 //! Where this node's pods get their addresses from.
 
 use crate::tables::findings::{Findings, Found};
-use crate::tables::rows::{NetworkRow, PeerRow, PoolRow};
+use crate::tables::rows::{NetworkRow, NodeRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
+use cistern_core::ipam::node::host_scope::{Choice, NodeCidrs, choose};
 use cistern_core::ipam::node::pod_cidr::contested;
 use cistern_core::ipam::{Overlap, find_overlaps};
+use cistern_core::settings::IpamMode;
 use ipnet::{IpNet, Ipv4Net};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What the plan looks at.
+/// What the pool comes from.
 #[derive(Debug)]
-pub struct Input<'a> {
+pub struct Inputs {
     /// Name of this node.
-    pub node: &'a str,
+    pub node: String,
+    /// Who names the block.
+    pub mode: IpamMode,
+    /// In mode `kubernetes`: wait for an IPv6 block, too.
+    pub require_ipv6: bool,
     /// Every node of the cluster.
-    pub peers: &'a BTreeMap<String, PeerRow>,
+    pub peers: Reader<String, PeerRow>,
     /// Devices and routes of this node.
-    pub network: &'a NetworkRow,
-}
-
-/// Follows the nodes and publishes the pool. A wait of this name says why there is none.
-pub const WAIT: &str = "pod CIDR";
-
-/// What the settings say of pod addresses.
-#[derive(Debug, Clone)]
-pub struct Configured {
-    /// `ipam`
-    pub mode: &'static str,
+    pub network: Reader<(), NetworkRow>,
+    /// This node's Node.
+    pub nodes: Reader<String, NodeRow>,
+    /// Whether anybody holds an address of this node.
+    pub held: Reader<(), bool>,
     /// `cluster-pool-ipv4-cidr`; empty where only the operator is told.
     pub ranges: Vec<Ipv4Net>,
 }
 
+/// What the plan looks at.
+#[derive(Debug)]
+struct Input<'a> {
+    node: &'a str,
+    peers: &'a BTreeMap<String, PeerRow>,
+    network: &'a NetworkRow,
+    /// What is served now.
+    current: Option<Ipv4Net>,
+    source: Source<'a>,
+}
+
+/// Who names the block of this node.
+#[derive(Debug)]
+enum Source<'a> {
+    /// Its CiliumNode.
+    CiliumNode,
+    /// Its Node.
+    Node { row: Option<&'a NodeRow>, require_ipv6: bool, held: bool },
+}
+
+/// Follows the nodes and publishes the pool. A wait of this name says why there is none, or why it is another one than
+/// the Node names.
+pub const WAIT: &str = "pod CIDR";
+
 /// Runs until dropped.
-pub async fn run(
-    node: String,
-    configured: Configured,
-    mut peers: Reader<String, PeerRow>,
-    mut network: Reader<(), NetworkRow>,
-    pool: Arc<Table<(), PoolRow>>,
-    waits: Waits,
-    findings: Findings,
-) {
+pub async fn run(mut inputs: Inputs, pool: Arc<Table<(), PoolRow>>, waits: Waits, findings: Findings) {
     loop {
-        let peers_now = peers.synced().await;
-        let network_now = network.synced().await;
-        let network_row = network_now.rows.get(&()).cloned().unwrap_or_default();
-        let planned = plan(&Input { node: &node, peers: &peers_now.rows, network: &network_row });
-        match &planned {
-            Some(PoolRow { blocked: Some(reason), .. }) => waits.begin(WAIT, reason.clone(), None),
-            Some(_) => waits.end(WAIT),
-            // A pool that was there stays: the object was deleted or emptied, and pods go on (`ipam` decision 11).
-            None if !pool.snapshot().rows.is_empty() => waits.end(WAIT),
-            None => waits.begin(WAIT, waiting_for(configured.mode, &node), None),
+        let peers = inputs.peers.synced().await;
+        let network = inputs.network.synced().await;
+        let network_row = network.rows.get(&()).cloned().unwrap_or_default();
+        let nodes = match inputs.mode {
+            IpamMode::ClusterPool => inputs.nodes.snapshot(),
+            IpamMode::Kubernetes => inputs.nodes.synced().await,
+        };
+        let source = match inputs.mode {
+            IpamMode::ClusterPool => Source::CiliumNode,
+            IpamMode::Kubernetes => Source::Node {
+                row: nodes.rows.get(&inputs.node),
+                require_ipv6: inputs.require_ipv6,
+                // Before the leases are read, every address may be in use.
+                held: inputs.held.snapshot().rows.get(&()).copied().unwrap_or(true),
+            },
+        };
+        let current = pool.snapshot().rows.get(&()).map(|row| row.pod_cidr);
+        let input = Input { node: &inputs.node, peers: &peers.rows, network: &network_row, current, source };
+        let Planned { row, wait } = plan(&input);
+        match wait {
+            Some(reason) => waits.begin(WAIT, reason, None),
+            None => waits.end(WAIT),
         }
-        if let Some(row) = planned {
+        if let Some(row) = row {
+            if inputs.mode == IpamMode::Kubernetes && current != Some(row.pod_cidr) {
+                let pod_cidr = row.pod_cidr;
+                tracing::info!(node = inputs.node, %pod_cidr, "Retrieved local node information from kubernetes Node");
+            }
             pool.publish(BTreeMap::from([((), row)]));
         }
         let in_use = pool.snapshot().rows.get(&()).map(|row| row.pod_cidr);
-        findings.replace("pool", in_use.and_then(|pod_cidr| elsewhere(&node, pod_cidr, &configured.ranges)));
+        let ranges: &[Ipv4Net] = if inputs.mode == IpamMode::ClusterPool { &inputs.ranges } else { &[] };
+        findings.replace("pool", in_use.and_then(|pod_cidr| elsewhere(&inputs.node, pod_cidr, ranges)));
         tokio::select! {
             biased;
-            () = peers.changed() => {}
-            () = network.changed() => {}
+            () = inputs.peers.changed() => {}
+            () = inputs.network.changed() => {}
+            () = inputs.nodes.changed() => {}
+            () = inputs.held.changed() => {}
         }
     }
 }
@@ -85,17 +120,36 @@ fn elsewhere(node: &str, pod_cidr: Ipv4Net, ranges: &[Ipv4Net]) -> Option<Found>
     })
 }
 
-fn waiting_for(mode: &str, node: &str) -> String {
-    format!(
-        "required IPv4 PodCIDR not available: CiliumNode {node:?} has no IPv4 prefix in spec.ipam.podCIDRs yet; in mode \
-         {mode} the operator writes it (see status.ipam.operator-status.error of the object, and whether an operator leads)"
-    )
+/// The pool, and what is waited for.
+#[derive(Debug, PartialEq)]
+struct Planned {
+    /// None leaves the pool as it is: an object that was deleted or emptied takes nothing from pods (`ipam` decision 11).
+    row: Option<PoolRow>,
+    wait: Option<String>,
 }
 
-/// The pool of this node, or none while its CiliumNode names no IPv4 pod CIDR.
-fn plan(input: &Input<'_>) -> Option<PoolRow> {
-    let pod_cidr = *input.peers.get(input.node)?.pod_cidrs.first()?;
-    Some(PoolRow { pod_cidr, blocked: blocked(input, pod_cidr) })
+fn plan(input: &Input<'_>) -> Planned {
+    let Choice { pod_cidr, wait } = match &input.source {
+        Source::CiliumNode => {
+            let pod_cidr = input.peers.get(input.node).and_then(|peer| peer.pod_cidrs.first().copied());
+            let wait = pod_cidr.or(input.current).is_none().then(|| {
+                format!(
+                    "required IPv4 PodCIDR not available: CiliumNode {:?} has no IPv4 prefix in spec.ipam.podCIDRs yet; in \
+                     mode cluster-pool the operator writes it (see status.ipam.operator-status.error of the object, and \
+                     whether an operator leads)",
+                    input.node
+                )
+            });
+            Choice { pod_cidr, wait }
+        }
+        Source::Node { row, require_ipv6, held } => {
+            let told = row.map(|row| NodeCidrs::read(&row.pod_cidrs, &row.annotations));
+            choose(input.node, input.current, told.as_ref(), *require_ipv6, *held)
+        }
+    };
+    let row = pod_cidr.map(|pod_cidr| PoolRow { pod_cidr, blocked: blocked(input, pod_cidr) });
+    let blocked = row.as_ref().and_then(|row| row.blocked.clone());
+    Planned { row, wait: blocked.or(wait) }
 }
 
 fn blocked(input: &Input<'_>, pod_cidr: Ipv4Net) -> Option<String> {
@@ -109,9 +163,13 @@ fn blocked(input: &Input<'_>, pod_cidr: Ipv4Net) -> Option<String> {
         return Some(contested.to_string());
     }
     let overlap = overlaps_of(input.network, &[pod_cidr]).into_iter().next()?;
-    Some(format!(
-        "{overlap}: set cluster-pool-ipv4-cidr to a range that no node uses and delete this node's CiliumNode"
-    ))
+    let fix = match input.source {
+        Source::CiliumNode => {
+            "set cluster-pool-ipv4-cidr to a range that no node uses and delete this node's CiliumNode"
+        }
+        Source::Node { .. } => "give the Nodes pod CIDRs of a range that no node uses (--cluster-cidr)",
+    };
+    Some(format!("{overlap}: {fix}"))
 }
 
 /// Networks of the node itself that one of these ranges overlaps. The loopback device holds the router address, and an
@@ -157,13 +215,19 @@ mod tests {
         NetworkRow { links: BTreeMap::from([(2, link)]), routes: Vec::new() }
     }
 
+    fn of_cilium_node(node: &str, peers: &BTreeMap<String, PeerRow>) -> Planned {
+        let network = network("172.29.8.20/24");
+        plan(&Input { node, peers, network: &network, current: None, source: Source::CiliumNode })
+    }
+
     #[test]
     fn the_first_pod_cidr_is_the_pool() {
         let peers = peers(&[("n1", &["10.244.1.0/24", "10.244.9.0/24"]), ("n2", &["10.244.2.0/24"])]);
-        let network = network("172.29.8.20/24");
-        let row = plan(&Input { node: "n1", peers: &peers, network: &network }).unwrap();
-        assert_eq!(row, PoolRow { pod_cidr: "10.244.1.0/24".parse().unwrap(), blocked: None });
-        assert_eq!(plan(&Input { node: "n3", peers: &peers, network: &network }), None);
+        let row = PoolRow { pod_cidr: "10.244.1.0/24".parse().unwrap(), blocked: None };
+        assert_eq!(of_cilium_node("n1", &peers), Planned { row: Some(row), wait: None });
+        let unknown = of_cilium_node("n3", &peers);
+        assert_eq!(unknown.row, None);
+        assert!(unknown.wait.unwrap().contains("operator"));
     }
 
     #[test]
@@ -179,16 +243,32 @@ mod tests {
     #[test]
     fn a_block_that_another_node_lists_too_gives_nothing_new() {
         let peers = peers(&[("n1", &["10.244.1.0/24"]), ("n2", &["10.244.0.0/23"])]);
-        let row = plan(&Input { node: "n1", peers: &peers, network: &network("172.29.8.20/24") }).unwrap();
-        let blocked = row.blocked.unwrap();
-        assert!(blocked.contains("n2") && blocked.contains("10.244.0.0/23"), "{blocked}");
+        let wait = of_cilium_node("n1", &peers).wait.unwrap();
+        assert!(wait.contains("n2") && wait.contains("10.244.0.0/23"), "{wait}");
     }
 
     #[test]
     fn a_pod_cidr_over_the_node_network_gives_nothing_and_names_the_fix() {
-        let peers = peers(&[("n1", &["172.29.0.0/16"])]);
-        let row = plan(&Input { node: "n1", peers: &peers, network: &network("172.29.8.20/24") }).unwrap();
-        let blocked = row.blocked.unwrap();
+        let planned = of_cilium_node("n1", &peers(&[("n1", &["172.29.0.0/16"])]));
+        let blocked = planned.row.unwrap().blocked.unwrap();
         assert!(blocked.contains("172.29.8.0/24") && blocked.contains("cluster-pool-ipv4-cidr"), "{blocked}");
+        assert_eq!(planned.wait, Some(blocked));
+    }
+
+    #[test]
+    fn in_mode_kubernetes_the_cilium_node_does_not_count() {
+        let peers = peers(&[("n1", &["10.9.0.0/24"]), ("n2", &["10.201.3.0/25"])]);
+        let network = network("172.29.8.20/24");
+        let node = NodeRow { pod_cidrs: vec!["10.201.3.0/24".into()], ..NodeRow::default() };
+        let planned = plan(&Input {
+            node: "n1",
+            peers: &peers,
+            network: &network,
+            current: None,
+            source: Source::Node { row: Some(&node), require_ipv6: false, held: false },
+        });
+        let row = planned.row.unwrap();
+        assert_eq!(row.pod_cidr, "10.201.3.0/24".parse().unwrap());
+        assert!(row.blocked.unwrap().contains("CiliumNode n2"));
     }
 }

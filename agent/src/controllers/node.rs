@@ -2,6 +2,8 @@
 
 use crate::tables::rows::{NetworkRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow};
 use crate::tables::{Reader, Table, Waits};
+use cistern_core::ipam::node::host_scope;
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
@@ -10,6 +12,7 @@ const WAIT: &str = "own CiliumNode";
 
 /// Follows the Node, the router address and the pool, and publishes the desired object under the node's name. Without a
 /// Node there is none: made for a node that is being taken away, it would belong to nobody, and keep its block for ever.
+/// With `mirror` the object's blocks are this agent's to write.
 pub async fn run(
     node: String,
     waits: Waits,
@@ -17,6 +20,7 @@ pub async fn run(
     mut network: Reader<(), NetworkRow>,
     mut router: Reader<Ipv4Addr, ()>,
     mut pool: Reader<(), PoolRow>,
+    mirror: bool,
     desired: Arc<Table<String, OwnCiliumNode>>,
 ) {
     loop {
@@ -26,7 +30,8 @@ pub async fn run(
         let pool_now = pool.snapshot();
         let planned = nodes_now.rows.get(&node).map(|row| {
             let router = router_now.rows.keys().next().copied();
-            (node.clone(), plan(&node, row, network_now.rows.get(&()), router, pool_now.rows.get(&())))
+            let planned = plan(&node, row, network_now.rows.get(&()), router, pool_now.rows.get(&()));
+            (node.clone(), OwnCiliumNode { mirror, ..planned })
         });
         match planned {
             Some(_) => waits.end(WAIT),
@@ -41,6 +46,26 @@ pub async fn run(
             biased;
             () = nodes.changed() => {}
             () = network.changed() => {}
+            () = router.changed() => {}
+            () = pool.changed() => {}
+        }
+    }
+}
+
+/// Follows pool and router address, and publishes the annotations that the Node shall carry.
+pub async fn annotate(
+    node: String,
+    mut router: Reader<Ipv4Addr, ()>,
+    mut pool: Reader<(), PoolRow>,
+    desired: Arc<Table<String, BTreeMap<String, String>>>,
+) {
+    loop {
+        let pool_now = pool.synced().await;
+        let router_now = router.snapshot().rows.keys().next().copied();
+        let annotations = pool_now.rows.get(&()).zip(router_now);
+        let annotations = annotations.map(|(row, router)| host_scope::annotations(row.pod_cidr, router));
+        desired.publish(annotations.map(|annotations| (node.clone(), annotations)).into_iter().collect());
+        tokio::select! {
             () = router.changed() => {}
             () = pool.changed() => {}
         }
@@ -69,6 +94,7 @@ fn plan(
         addresses,
         owner: Some((name.to_owned(), node.uid.clone())),
         claim: pool.iter().map(|pool| pool.pod_cidr).collect(),
+        mirror: false,
     }
 }
 
@@ -120,7 +146,7 @@ mod tests {
         let kubelet = NodeRow {
             uid: "u1".into(),
             addresses: vec![NodeAddress { kind: "InternalIP".into(), ip: "172.29.8.99".parse().unwrap() }],
-            condition: None,
+            ..NodeRow::default()
         };
         let planned = plan("n1", &kubelet, Some(&network), Some("10.244.1.3".parse().unwrap()), None);
         assert_eq!(planned.addresses.len(), 2);
@@ -128,7 +154,7 @@ mod tests {
         assert_eq!(planned.addresses[1].kind, "CiliumInternalIP");
         assert_eq!(planned.owner, Some(("n1".into(), "u1".into())));
 
-        let bare = NodeRow { uid: "u1".into(), addresses: Vec::new(), condition: None };
+        let bare = NodeRow { uid: "u1".into(), ..NodeRow::default() };
         let planned = plan("n1", &bare, Some(&network), None, None);
         assert_eq!(planned.addresses[0].ip, "172.29.8.20".parse::<IpAddr>().unwrap());
     }

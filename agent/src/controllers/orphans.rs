@@ -70,16 +70,15 @@ mod tests {
             addresses: Vec::new(),
             pod_cidrs: Vec::new(),
             operator_error: None,
+            uninstall: None,
+            uninstalled: None,
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn only_an_owned_object_without_node_is_deleted_and_only_after_the_grace() {
         let (nodes, cilium_nodes) = (Table::new("nodes"), Table::new("cilium-nodes"));
-        nodes.publish(BTreeMap::from([(
-            "n1".to_owned(),
-            NodeRow { uid: "nu".into(), addresses: Vec::new(), condition: None },
-        )]));
+        nodes.publish(BTreeMap::from([("n1".to_owned(), NodeRow { uid: "nu".into(), ..NodeRow::default() })]));
         cilium_nodes.publish(BTreeMap::from([
             ("n1".to_owned(), cilium_node(Some("n1"))),
             ("n2".to_owned(), cilium_node(Some("n2"))),

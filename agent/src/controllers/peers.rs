@@ -61,6 +61,8 @@ mod tests {
                 .collect(),
             pod_cidrs: pod_cidrs.iter().map(|text| (*text).into()).collect(),
             operator_error: None,
+            uninstall: None,
+            uninstalled: None,
         }
     }
 

@@ -28,14 +28,15 @@ pub struct OwnNode {
     api: Api<CiliumNode>,
     name: String,
     seen: Reader<String, CiliumNodeRow>,
+    mirror: bool,
     written: Option<Written<OwnCiliumNode>>,
 }
 
 impl OwnNode {
-    /// Writes the object `name`, and reads it back from `seen`.
+    /// Writes the object `name`, and reads it back from `seen`; `mirror` as in [`OwnCiliumNode`].
     #[must_use]
-    pub fn new(client: Client, name: String, seen: Reader<String, CiliumNodeRow>) -> Self {
-        Self { api: Api::all(client), name, seen, written: None }
+    pub fn new(client: Client, name: String, seen: Reader<String, CiliumNodeRow>, mirror: bool) -> Self {
+        Self { api: Api::all(client), name, seen, mirror, written: None }
     }
 }
 
@@ -77,7 +78,13 @@ impl Operations for OwnNode {
                 self.written = Some(Written { replaced: String::new(), value: value.clone() });
             }
             Some(row) => {
-                let patch = json!({"metadata": metadata, "spec": {"addresses": addresses(&value.addresses)}});
+                let mut spec = json!({"addresses": addresses(&value.addresses)});
+                // A range that is not known yet takes nothing away.
+                if value.mirror && !value.claim.is_empty() {
+                    let pod_cidrs: Vec<String> = value.claim.iter().map(ToString::to_string).collect();
+                    spec["ipam"] = json!({"podCIDRs": pod_cidrs});
+                }
+                let patch = json!({"metadata": metadata, "spec": spec});
                 let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
                 write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await?;
                 self.written = Some(Written { replaced: row.resource_version, value: value.clone() });
@@ -100,8 +107,9 @@ impl Operations for OwnNode {
         {
             return Ok(BTreeMap::from([(self.name.clone(), written.value.clone())]));
         }
-        // What the object claims is the operator's; the claim that this agent would make is no difference.
-        let claim = self.written.as_ref().map(|written| written.value.claim.clone());
+        // What the object claims is the operator's; the claim that this agent would make is no difference. Where it is
+        // this agent's, what stands there counts.
+        let claim = self.written.as_ref().filter(|_| !self.mirror).map(|written| written.value.claim.clone());
         self.written = None;
         Ok(row
             .map(|row| {
@@ -109,6 +117,7 @@ impl Operations for OwnNode {
                     addresses: row.addresses.clone(),
                     owner: row.owner.clone(),
                     claim: claim.unwrap_or_else(|| row.pod_cidrs.iter().filter_map(|text| text.parse().ok()).collect()),
+                    mirror: self.mirror,
                 };
                 (self.name.clone(), value)
             })

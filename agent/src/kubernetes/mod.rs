@@ -7,8 +7,10 @@ pub mod client;
 pub mod crd;
 pub mod events;
 pub mod lease;
+pub mod node;
 pub mod node_condition;
 pub mod records;
+pub mod uninstall;
 pub mod views;
 pub mod watch;
 

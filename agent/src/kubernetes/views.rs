@@ -3,6 +3,8 @@
 use super::node_condition;
 use super::watch::ViewError;
 use crate::tables::rows::{CiliumNodeRow, NodeAddress, NodeCondition, NodeRow};
+use cistern_core::ipam::node::host_scope::is_network_annotation;
+use cistern_core::uninstall;
 use cistern_crds::CiliumNode;
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
@@ -17,6 +19,9 @@ pub fn node(node: &Node) -> Result<NodeRow, ViewError> {
     let uid = node.uid().ok_or_else(|| no_uid("Node", node))?;
     let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
     let conditions = node.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let spec = node.spec.as_ref();
+    let listed = spec.and_then(|spec| spec.pod_cidrs.clone()).filter(|cidrs| !cidrs.is_empty());
+    let annotations = node.annotations().iter().filter(|(key, _)| is_network_annotation(key));
     Ok(NodeRow {
         uid,
         addresses: read_addresses(addresses.map(|address| (&address.type_, &address.address))),
@@ -28,6 +33,8 @@ pub fn node(node: &Node) -> Result<NodeRow, ViewError> {
             };
             Some((row, condition.last_transition_time.as_ref()?.0))
         }),
+        pod_cidrs: listed.unwrap_or_else(|| spec.and_then(|spec| spec.pod_cidr.clone()).into_iter().collect()),
+        annotations: annotations.map(|(key, value)| (key.clone(), value.clone())).collect(),
     })
 }
 
@@ -54,6 +61,8 @@ pub fn cilium_node(object: &CiliumNode) -> Result<CiliumNodeRow, ViewError> {
             .and_then(|status| status.ipam.operator_status.as_ref())
             .and_then(|status| status.error.clone())
             .filter(|error| !error.is_empty()),
+        uninstall: object.annotations().get(uninstall::REQUEST).cloned(),
+        uninstalled: object.annotations().get(uninstall::ANSWER).cloned(),
     })
 }
 
@@ -77,6 +86,21 @@ fn read_addresses<'a>(addresses: impl Iterator<Item = (&'a String, &'a String)>)
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_node_names_its_pod_cidrs_and_network_annotations() {
+        let mut object = serde_json::json!({
+            "metadata": {"name": "n1", "uid": "u1", "annotations": {
+                "network.cilium.io/ipv4-cilium-host": "10.201.3.77", "kubectl.kubernetes.io/x": "y"
+            }},
+            "spec": {"podCIDR": "10.201.3.0/24"},
+        });
+        let row = |object: &serde_json::Value| node(&serde_json::from_value(object.clone()).unwrap()).unwrap();
+        assert_eq!(row(&object).pod_cidrs, ["10.201.3.0/24"]);
+        assert_eq!(row(&object).annotations.len(), 1);
+        object["spec"]["podCIDRs"] = serde_json::json!(["10.201.3.0/24", "fd31::3:0/112"]);
+        assert_eq!(row(&object).pod_cidrs, ["10.201.3.0/24", "fd31::3:0/112"]);
+    }
 
     #[test]
     fn a_cilium_node_keeps_what_is_needed_of_it() {

@@ -85,6 +85,19 @@ impl RouterAddress {
     }
 }
 
+/// Lets the routes to pods outlive the router address: the kernel takes routes away with the address that they name as
+/// their source.
+///
+/// # Errors
+/// What the kernel refused.
+pub fn release_pod_routes() -> Result<(), NetlinkError> {
+    let mut handle = Handle::open()?;
+    let routes = handle.routes(Some(route::PROTOCOL_POD))?;
+    let without: Vec<_> =
+        routes.into_iter().map(|route| route::replace(&route::Route { source: None, ..route })).collect();
+    handle.apply(&without)
+}
+
 fn host(address: Ipv4Addr) -> IpNet {
     IpNet::V4(Ipv4Net::from(address))
 }

@@ -6,6 +6,9 @@ use sha2::{Digest, Sha256};
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
+/// Name of the directory below the state directory.
+pub(super) const DIRECTORY: &str = "leases";
+
 /// The directory of lease records.
 #[derive(Debug, Clone)]
 pub struct LeaseFiles {
@@ -18,7 +21,7 @@ impl LeaseFiles {
     /// # Errors
     /// When it cannot be made.
     pub fn open(state: &StateDir) -> Result<(Self, Option<SetAside>), StateError> {
-        let directory = state.root().join("leases");
+        let directory = state.root().join(DIRECTORY);
         let in_place = directory.symlink_metadata().is_ok() && !directory.is_dir();
         let aside = in_place.then(|| set_aside(&directory, "expected a directory".to_owned()));
         make_dir(&directory)?;

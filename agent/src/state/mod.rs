@@ -20,6 +20,9 @@ use std::time::Duration;
 /// Where state lives unless `state-dir` says otherwise.
 pub const STATE_DIR: &str = "/var/lib/cistern";
 
+/// Directory of the DELs that wait for an agent, below the state directory.
+const QUEUE: &str = "cni-queue";
+
 /// Reading or writing state failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
@@ -118,6 +121,29 @@ impl StateDir {
         }
     }
 
+    /// Removes what an agent keeps here, but for lease records: pods may hold their addresses still. The directory, which
+    /// may be a mount, and what others put there stay.
+    ///
+    /// # Errors
+    /// The first that could not be removed; the others are tried all the same.
+    pub fn clear(&self) -> Result<(), StateError> {
+        let entries = std::fs::read_dir(&self.root).map_err(|source| StateError::Io {
+            action: "read",
+            path: self.root.clone(),
+            source,
+        })?;
+        let ours = |name: &str| name == "lock" || name.ends_with(".json") || name.contains(".unreadable-");
+        let files = entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(ours));
+        // A DEL that waits there belongs to a lease that stays.
+        let lock = self.root.join(QUEUE).join("lock");
+        let outcome = remove_files(files.map(|entry| entry.path()).chain([lock]));
+        for directory in [leases::DIRECTORY, QUEUE] {
+            // One that is not empty stays.
+            let _ = std::fs::remove_dir(self.root.join(directory));
+        }
+        outcome
+    }
+
     /// Reads `name`. A file that is not there is none; one that cannot be read or understood, or that has another
     /// `format`, is set aside and none, and the report says where it went.
     #[must_use]
@@ -166,6 +192,14 @@ impl BootMarker {
         self.path.with_file_name("served")
     }
 
+    /// Takes the marker and its companion away, so that the next agent looks at the leases as after a reboot.
+    ///
+    /// # Errors
+    /// What could not be removed.
+    pub fn clear(&self) -> Result<(), StateError> {
+        remove_files([self.path.clone(), self.served()].into_iter())
+    }
+
     /// Whether an agent has finished with what a reboot leaves behind, since this boot.
     #[must_use]
     pub fn is_set(&self) -> bool {
@@ -189,6 +223,20 @@ impl BootMarker {
         }
         replace(&self.path, began.to_string().as_bytes())
     }
+}
+
+/// Removes files; those that are not there are fine. The first error counts, and keeps no other file from going.
+fn remove_files(paths: impl Iterator<Item = PathBuf>) -> Result<(), StateError> {
+    let mut outcome = Ok(());
+    for path in paths {
+        match std::fs::remove_file(&path) {
+            Err(source) if source.kind() != ErrorKind::NotFound && outcome.is_ok() => {
+                outcome = Err(StateError::Io { action: "remove", path, source });
+            }
+            _ => {}
+        }
+    }
+    outcome
 }
 
 fn make_dir(path: &Path) -> Result<(), StateError> {
@@ -275,6 +323,28 @@ mod tests {
         assert_eq!(state.read::<u32>("node.json", None), (None, None));
         state.write("node.json", &7_u32).unwrap();
         assert_eq!(state.read::<u32>("node.json", None), (Some(7), None));
+    }
+
+    #[test]
+    fn clearing_keeps_the_leases_of_pods_and_what_others_put_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = StateDir::open(dir.path().join("state")).unwrap();
+        LeaseFiles::open(&state).unwrap();
+        state.write("node.json", &7_u32).unwrap();
+        let (lease, other) = (state.root().join("leases/pod-1.json"), state.root().join("notes.txt"));
+        std::fs::write(&lease, "{}").unwrap();
+        std::fs::write(&other, "somebody's").unwrap();
+        state.clear().unwrap();
+        assert!(lease.exists() && other.exists() && !state.root().join("node.json").exists());
+        std::fs::remove_file(&lease).unwrap();
+        std::fs::remove_file(&other).unwrap();
+        state.clear().unwrap();
+        assert_eq!(std::fs::read_dir(state.root()).unwrap().count(), 0);
+        let marker = BootMarker::new(dir.path());
+        marker.set(Timestamp::UNIX_EPOCH).unwrap();
+        marker.clear().unwrap();
+        marker.clear().unwrap();
+        assert!(!marker.is_set());
     }
 
     #[test]

@@ -16,7 +16,7 @@ pub struct NodeAddress {
 }
 
 /// A Node.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct NodeRow {
     /// `metadata.uid`
     pub uid: String,
@@ -24,6 +24,10 @@ pub struct NodeRow {
     pub addresses: Vec<NodeAddress>,
     /// Our condition, and when it came into its state.
     pub condition: Option<(NodeCondition, Timestamp)>,
+    /// `spec.podCIDRs`, else `spec.podCIDR`; text, since whoever uses it reports what is no CIDR.
+    pub pod_cidrs: Vec<String>,
+    /// Those `metadata.annotations` that name network addresses of the node.
+    pub annotations: BTreeMap<String, String>,
 }
 
 /// The condition that says whether the agent of a node serves pods.
@@ -56,6 +60,10 @@ pub struct CiliumNodeRow {
     pub pod_cidrs: Vec<String>,
     /// `status.ipam.operator-status.error`, absent when empty.
     pub operator_error: Option<String>,
+    /// The request to take everything of ours off the node, if there ever was one.
+    pub uninstall: Option<String>,
+    /// What the node's agent answered to such a request last.
+    pub uninstalled: Option<String>,
 }
 
 impl CiliumNodeRow {
@@ -153,6 +161,8 @@ pub struct OwnCiliumNode {
     pub owner: Option<(String, String)>,
     /// Blocks in use, written only when the object has to be made anew: a claim (`ipam` decision 11).
     pub claim: Vec<Ipv4Net>,
+    /// The blocks are this agent's to say: `spec.ipam.podCIDRs` is kept equal to `claim` (mode `kubernetes`).
+    pub mirror: bool,
 }
 
 /// A route that this agent wants in the main table.

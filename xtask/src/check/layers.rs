@@ -19,7 +19,7 @@ struct Layer {
 /// Everybody may tell the time, count, log and tell the version.
 const EVERYBODY_MAY_NAME: [&str; 2] = ["clock", "telemetry"];
 
-const LAYERS: [Layer; 17] = [
+const LAYERS: [Layer; 18] = [
     Layer { name: "main", may_name: &["app"] },
     // Starts in about a millisecond, so it goes around `app` and its runtime.
     Layer { name: "bin", may_name: &["cni"] },
@@ -33,6 +33,7 @@ const LAYERS: [Layer; 17] = [
             "controllers",
             "datapath",
             "files",
+            "install",
             "kubernetes",
             "netlink",
             "reconciler",
@@ -49,6 +50,7 @@ const LAYERS: [Layer; 17] = [
     Layer { name: "azure", may_name: &["reconciler", "tables"] },
     Layer { name: "datapath", may_name: &["reconciler", "tables"] },
     Layer { name: "files", may_name: &["reconciler", "tables"] },
+    Layer { name: "install", may_name: &["reconciler", "tables"] },
     Layer { name: "kubernetes", may_name: &["reconciler", "tables"] },
     Layer { name: "netlink", may_name: &["reconciler", "tables"] },
     Layer { name: "state", may_name: &["reconciler", "tables"] },

@@ -1471,6 +1471,12 @@ impl Leases {
         self.pods.values()
     }
 
+    /// Whether anybody holds an address, for good or provisionally.
+    #[must_use]
+    pub fn holds_any(&self) -> bool {
+        !self.pods.is_empty() || !self.owners.is_empty()
+    }
+
     /// Addresses of each pod CIDR by state, IPv4 first.
     #[must_use]
     pub fn usage(&self) -> Vec<(IpNet, Usage)> {

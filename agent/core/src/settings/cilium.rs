@@ -124,6 +124,7 @@ const NOTED: &[(&str, &str)] = &[
     ("bpf-map-dynamic-size-ratio", "maps are as large as bpf-nat-global-max says, whatever memory the node has"),
     ("clean-cilium-state", "state is kept over restarts"),
     ("clean-cilium-bpf-state", "state is kept over restarts"),
+    ("cni-uninstall", "the network configuration stays when the agent ends"),
     ("kvstore", "state is kept in Kubernetes objects alone"),
     ("enable-bandwidth-manager", "limits on pods' bandwidth are not enforced"),
     (
@@ -197,17 +198,7 @@ const PARTS: &[(&str, &[&str])] = &[
     ("health checks", &["enable-health-", "enable-endpoint-health-", "health-check-", "agent-health-"]),
     (
         "other IPAM modes",
-        &[
-            "ipam-",
-            "eni-",
-            "aws-",
-            "ec2-",
-            "azure-",
-            "alibaba",
-            "auto-create-cilium-pod",
-            "limit-ipam-",
-            "k8s-require-",
-        ],
+        &["ipam-", "eni-", "aws-", "ec2-", "azure-", "alibaba", "auto-create-cilium-pod", "limit-ipam-"],
     ),
     ("IPv6", &["enable-ipv6", "ipv6-"]),
     (
@@ -222,7 +213,7 @@ const PARTS: &[(&str, &[&str])] = &[
             "controller-group-metrics",
         ],
     ),
-    ("installing CNI files", &["cni-", "write-cni-conf", "read-cni-conf", "custom-cni-conf"]),
+    ("the CNI plugin", &["cni-"]),
 ];
 
 /// What keys of no part are summed up under.

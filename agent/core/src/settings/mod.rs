@@ -141,8 +141,15 @@ settings! {
     "enable-ipv4" enable_ipv4: bool = true;
     /// Give IPv6 addresses to pods. Not implemented: has to be `false`.
     "enable-ipv6" enable_ipv6: bool = false;
-    /// Where pod addresses come from: `cluster-pool` has the operator give each node one block of the cluster's pool.
+    /// Where pod addresses come from: `cluster-pool` has the operator give each node one block of the cluster's pool,
+    /// `kubernetes` takes the block that the Node names (`spec.podCIDRs`, else `network.cilium.io/ipv4-pod-cidr`).
     "ipam" ipam: IpamMode = IpamMode::ClusterPool;
+    /// Wait for an IPv4 pod CIDR of the Node. Always so with `ipam=kubernetes`, and of no effect without it.
+    "k8s-require-ipv4-pod-cidr" require_ipv4_pod_cidr: bool = false;
+    /// With `ipam=kubernetes`, wait for an IPv6 pod CIDR of the Node, too. No address of it is given: see `enable-ipv6`.
+    "k8s-require-ipv6-pod-cidr" require_ipv6_pod_cidr: bool = false;
+    /// Write the pod CIDR and the router address into annotations of the Node (`network.cilium.io/…`), too.
+    "annotate-k8s-node" annotate_k8s_node: bool = false;
     /// The pool: CIDRs that the nodes' blocks are cut from, in order of use. Elements may be added; none may be
     /// changed or removed while in use. Must not overlap the nodes' network.
     "cluster-pool-ipv4-cidr" cluster_pool_ipv4: Vec<Ipv4Net> = default_pool();
@@ -152,6 +159,18 @@ settings! {
     "service-cidr" service_cidrs: Vec<Ipv4Net> = Vec::new();
     /// Router address of the node, in place of one out of its pod CIDR.
     "local-router-ipv4" local_router_ipv4: Option<Ipv4Addr> = None;
+
+    /// Where to write the container runtime's network configuration as soon as this node can serve pods; nothing: not at
+    /// all. It stays when the agent ends.
+    "write-cni-conf-when-ready" write_cni_conf_when_ready: Option<PathBuf> = None;
+    /// File with the network configuration to write in the place of the default one, such as a mounted ConfigMap.
+    "read-cni-conf" read_cni_conf: Option<PathBuf> = None;
+    /// Leave the network configuration to somebody else, unless `read-cni-conf` names one to write.
+    "custom-cni-conf" custom_cni_conf: bool = false;
+    /// Set other network configurations beside ours aside, under another name.
+    "cni-exclusive" cni_exclusive: bool = false;
+    /// Directory of the container runtime's CNI plugins: `portmap`, which serves hostPorts, is chained if it is there.
+    "cni-bin-path" cni_bin_path: PathBuf = PathBuf::from("/opt/cni/bin");
 
     /// MTU of pod interfaces in bytes, at least 576. 0: that of the device that leads to the other nodes.
     "mtu" mtu: Option<u16> = None;

@@ -1,7 +1,7 @@
 //! Values against each other, and against what Cistern can do.
 
 use super::value::Value as _;
-use super::{Command, Settings, SettingsError, Warning};
+use super::{Command, IpamMode, Settings, SettingsError, Warning};
 use ipnet::Ipv4Net;
 use std::time::Duration;
 
@@ -28,10 +28,13 @@ pub(super) fn validate(
     let mut check = Check { warnings, errors };
     check.families(settings);
     check.names(settings);
+    check.node_cidrs(settings);
     check.addresses(settings);
     check.masquerade(settings);
     if command == Command::Operator || settings.leader_election {
-        check.pool(settings);
+        if settings.ipam == IpamMode::ClusterPool {
+            check.pool(settings);
+        }
         check.election(settings);
     }
 }
@@ -92,6 +95,24 @@ impl Check<'_> {
         if !settings.log_options.ignored.is_empty() {
             let options = settings.log_options.ignored.join(", ");
             self.warn(settings, "log-opt", format!("{options}: no meaning here; logs go to standard error"));
+        }
+    }
+
+    fn node_cidrs(&mut self, settings: &Settings) {
+        let required = [
+            ("k8s-require-ipv4-pod-cidr", settings.require_ipv4_pod_cidr),
+            ("k8s-require-ipv6-pod-cidr", settings.require_ipv6_pod_cidr),
+        ];
+        if settings.ipam == IpamMode::Kubernetes {
+            return;
+        }
+        for (key, _) in required.into_iter().filter(|(_, on)| *on) {
+            let mode = settings.ipam.name();
+            self.warn(
+                settings,
+                key,
+                format!("no effect with ipam={mode}: pod CIDRs of Nodes count with ipam=kubernetes"),
+            );
         }
     }
 

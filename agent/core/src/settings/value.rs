@@ -214,6 +214,8 @@ macro_rules! words {
 pub enum IpamMode {
     /// The operator gives each node one block of the cluster's pool.
     ClusterPool,
+    /// The Node names the block: kube-controller-manager gave it, or an annotation does.
+    Kubernetes,
 }
 
 impl IpamMode {
@@ -222,12 +224,14 @@ impl IpamMode {
     pub fn name(self) -> &'static str {
         match self {
             Self::ClusterPool => "cluster-pool",
+            Self::Kubernetes => "kubernetes",
         }
     }
 }
 
-words!(IpamMode, "`cluster-pool`, the only mode that is implemented", {
+words!(IpamMode, "`cluster-pool` or `kubernetes`; the other modes of Cilium are not implemented", {
     "cluster-pool" => IpamMode::ClusterPool,
+    "kubernetes" => IpamMode::Kubernetes,
 });
 words!(FlowPolicy, "`sticky` or `immediate`", {
     "sticky" => FlowPolicy::Sticky,

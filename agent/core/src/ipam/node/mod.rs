@@ -1,2 +1,3 @@
 //! Decided on the node.
+pub mod host_scope;
 pub mod pod_cidr;

@@ -1,0 +1,104 @@
+//! The network configuration that the container runtime reads from `/etc/cni/net.d`.
+
+use serde_json::{Value, json};
+
+/// The plugin's file name, as `type` names it.
+pub const PLUGIN: &str = "cistern-cni";
+/// The name that configurations written for Cilium call the plugin by.
+pub const ALIAS: &str = "cilium-cni";
+/// The plugin that serves hostPorts.
+pub const PORTMAP: &str = "portmap";
+
+/// A file that is not ours is set aside under its name with this behind it: no runtime reads that.
+pub const SET_ASIDE: &str = ".cistern_bak";
+
+/// The configuration that the agent writes by default. Version 1.0.0, since the `portmap` of many distributions knows no
+/// later one; without `portmap` on the node it cannot be chained, or no pod would start.
+#[must_use]
+pub fn default_text(portmap: bool) -> String {
+    let mut plugins = vec![json!({"type": PLUGIN})];
+    if portmap {
+        plugins.push(json!({"type": PORTMAP, "capabilities": {"portMappings": true}}));
+    }
+    written(&json!({"cniVersion": "1.0.0", "name": "cistern", "plugins": plugins}))
+}
+
+/// A configuration of the user's as it is written: one for a single plugin becomes a list of one.
+///
+/// # Errors
+/// What is wrong with it, when a runtime could not use it or no plugin of it is ours.
+pub fn custom_text(text: &str) -> Result<String, String> {
+    let conf: Value = serde_json::from_str(text).map_err(|error| format!("it is no JSON: {error}"))?;
+    let name = conf.get("name").and_then(Value::as_str).filter(|name| !name.is_empty());
+    let name = name.ok_or("name: missing; expected the name of the network")?;
+    let conf = match (conf.get("plugins"), conf.get("type")) {
+        (None, Some(_)) => json!({"cniVersion": conf.get("cniVersion"), "name": name, "plugins": [conf]}),
+        _ => conf.clone(),
+    };
+    let plugins = conf.get("plugins").and_then(Value::as_array).filter(|plugins| !plugins.is_empty());
+    let plugins = plugins.ok_or("plugins: missing; expected a list of at least one plugin")?;
+    let is_ours =
+        |kind: Option<&Value>| kind.and_then(Value::as_str).is_some_and(|kind| [PLUGIN, ALIAS].contains(&kind));
+    if !plugins.iter().any(|plugin| is_ours(plugin.get("type")) || is_ours(plugin.pointer("/ipam/type"))) {
+        return Err(format!(
+            "plugins: none has the type {PLUGIN} (or {ALIAS}), so that pods would get no address of ours"
+        ));
+    }
+    Ok(written(&conf))
+}
+
+fn written(conf: &Value) -> String {
+    // A value that was parsed or made here is always written.
+    format!("{}\n", serde_json::to_string_pretty(conf).unwrap_or_default())
+}
+
+/// Whether runtimes read a file of this name as a configuration.
+#[must_use]
+pub fn is_configuration(name: &str) -> bool {
+    !name.starts_with('.') && [".conf", ".conflist", ".json"].iter().any(|ending| name.ends_with(ending))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn types(text: &str) -> Vec<String> {
+        let conf: Value = serde_json::from_str(text).unwrap();
+        let plugins = conf["plugins"].as_array().unwrap();
+        plugins.iter().map(|plugin| plugin["type"].as_str().unwrap().to_owned()).collect()
+    }
+
+    #[test]
+    fn ours_comes_first_and_portmap_is_chained_where_it_exists() {
+        assert_eq!(types(&default_text(true)), ["cistern-cni", "portmap"]);
+        assert_eq!(types(&default_text(false)), ["cistern-cni"]);
+        assert_eq!(custom_text(&default_text(true)).unwrap(), default_text(true));
+    }
+
+    #[test]
+    fn what_a_user_gives_must_call_us() {
+        let single = r#"{"cniVersion": "1.0.0", "name": "x", "type": "cilium-cni", "mtu": 1400}"#;
+        assert_eq!(types(&custom_text(single).unwrap()), ["cilium-cni"]);
+        let ipam =
+            r#"{"cniVersion": "1.0.0", "name": "x", "plugins": [{"type": "ptp", "ipam": {"type": "cistern-cni"}}]}"#;
+        assert_eq!(types(&custom_text(ipam).unwrap()), ["ptp"]);
+        for (text, part) in [
+            ("plugins:", "no JSON"),
+            (r#"{"plugins": [{"type": "cistern-cni"}]}"#, "name"),
+            (r#"{"name": "x", "plugins": []}"#, "plugins: missing"),
+            (r#"{"name": "x", "plugins": [{"type": "bridge"}]}"#, "none has the type cistern-cni"),
+        ] {
+            let error = custom_text(text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn only_what_runtimes_read_is_a_configuration() {
+        for name in ["10-kindnet.conflist", "99-loopback.conf", "x.json"] {
+            assert!(is_configuration(name) && !is_configuration(&format!("{name}{SET_ASIDE}")), "{name}");
+        }
+        assert!(!is_configuration(".05-cistern.conflist.new") && !is_configuration(".hidden.conf"));
+        assert!(!is_configuration("README"));
+    }
+}

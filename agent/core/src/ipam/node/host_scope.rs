@@ -1,0 +1,213 @@
+//! Mode `kubernetes`: the pod CIDR that the Node itself names (`ipam` 2.3).
+//!
+//! kube-controller-manager writes `spec.podCIDRs`; whoever has no such allocator writes annotations. Once a range is in
+//! use it stays in use while anything holds an address of it, whatever the Node says later.
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+
+/// The prefixes of the annotations; the first is the one that is written, and wins.
+const PREFIXES: [&str; 2] = ["network.cilium.io/", "io.cilium.network."];
+const IPV4_POD_CIDR: &str = "ipv4-pod-cidr";
+const IPV6_POD_CIDR: &str = "ipv6-pod-cidr";
+const IPV4_ROUTER: &str = "ipv4-cilium-host";
+
+/// Whether an annotation of a Node is one that this mode reads or keeps.
+#[must_use]
+pub fn is_network_annotation(key: &str) -> bool {
+    PREFIXES.iter().any(|prefix| key.starts_with(prefix))
+}
+
+fn annotation<'a>(annotations: &'a BTreeMap<String, String>, name: &str) -> Option<&'a str> {
+    let values = PREFIXES.iter().filter_map(|prefix| annotations.get(&format!("{prefix}{name}")));
+    values.map(|value| value.trim()).find(|value| !value.is_empty())
+}
+
+/// The router address that the Node's annotations name, if it is one.
+#[must_use]
+pub fn router(annotations: &BTreeMap<String, String>) -> Option<Ipv4Addr> {
+    annotation(annotations, IPV4_ROUTER)?.parse().ok()
+}
+
+/// What `annotate-k8s-node` writes. Health and ingress addresses of Cilium have no counterpart here and are left alone.
+#[must_use]
+pub fn annotations(pod_cidr: Ipv4Net, router: Ipv4Addr) -> BTreeMap<String, String> {
+    let [prefix, _] = PREFIXES;
+    [(IPV4_POD_CIDR, pod_cidr.to_string()), (IPV4_ROUTER, router.to_string())]
+        .into_iter()
+        .map(|(name, value)| (format!("{prefix}{name}"), value))
+        .collect()
+}
+
+/// Whether an annotation is one of [`annotations`].
+#[must_use]
+pub fn is_written(key: &str) -> bool {
+    let [prefix, _] = PREFIXES;
+    key.strip_prefix(prefix).is_some_and(|name| [IPV4_POD_CIDR, IPV4_ROUTER].contains(&name))
+}
+
+/// The ranges of a Node, without host bits.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct NodeCidrs {
+    /// The first IPv4 range.
+    pub ipv4: Option<Ipv4Net>,
+    /// The first IPv6 range. It is waited for where `k8s-require-ipv6-pod-cidr` says so, and not served.
+    pub ipv6: Option<Ipv6Net>,
+    /// Texts in the place of a range that are none.
+    pub unreadable: Vec<String>,
+}
+
+impl NodeCidrs {
+    /// Reads `spec.podCIDRs` (or `spec.podCIDR`), and per family the annotation where the spec names none.
+    #[must_use]
+    pub fn read(spec: &[String], from: &BTreeMap<String, String>) -> Self {
+        let mut found = Self::default();
+        let annotated = [IPV4_POD_CIDR, IPV6_POD_CIDR].into_iter().filter_map(|name| annotation(from, name));
+        for text in spec.iter().map(|text| text.trim()).chain(annotated) {
+            match text.parse::<IpNet>() {
+                Ok(IpNet::V4(net)) => found.ipv4 = found.ipv4.or(Some(net.trunc())),
+                Ok(IpNet::V6(net)) => found.ipv6 = found.ipv6.or(Some(net.trunc())),
+                Err(_) => found.unreadable.push(text.to_owned()),
+            }
+        }
+        found
+    }
+
+    fn in_words(&self) -> String {
+        let nets = self.ipv4.iter().map(ToString::to_string).chain(self.ipv6.iter().map(ToString::to_string));
+        let bad = self.unreadable.iter().map(|text| format!("{text:?}, which is no CIDR"));
+        let all: Vec<String> = nets.chain(bad).collect();
+        if all.is_empty() { "none".to_owned() } else { all.join(", ") }
+    }
+}
+
+/// What to serve.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// The range to give addresses from; none when there is none yet.
+    pub pod_cidr: Option<Ipv4Net>,
+    /// What is waited for, or not as the Node says, with the fix.
+    pub wait: Option<String>,
+}
+
+/// Chooses between the range in use and what the Node says. `held`: something may hold an address of the range in use.
+#[must_use]
+pub fn choose(
+    node: &str,
+    current: Option<Ipv4Net>,
+    told: Option<&NodeCidrs>,
+    require_ipv6: bool,
+    held: bool,
+) -> Choice {
+    let keep = |wait: Option<String>| Choice { pod_cidr: current, wait };
+    let Some(told) = told else {
+        let wait = format!("required IPv4 PodCIDR not available: there is no Node {node:?} yet; kubelet registers it");
+        return keep(current.is_none().then_some(wait));
+    };
+    match (current, told.ipv4) {
+        (Some(current), Some(wanted)) if current != wanted && held => keep(Some(format!(
+            "Node {node:?} names {wanted} as its IPv4 PodCIDR, but {current} is in use and stays so: pods keep their \
+             addresses, and new ones come from {current}. {wanted} is taken when nothing on this node holds an address \
+             any more: drain the node to have it"
+        ))),
+        // A range that was taken back is a change, too; without another one there is nothing to serve instead.
+        (Some(current), None) => keep(Some(format!(
+            "Node {node:?} names no IPv4 PodCIDR any more (found: {}); {current} is in use and stays so",
+            told.in_words()
+        ))),
+        (None, None) => keep(Some(format!(
+            "required IPv4 PodCIDR not available: Node {node:?} has none in spec.podCIDRs and no annotation \
+             network.cilium.io/ipv4-pod-cidr (found: {}); in mode kubernetes kube-controller-manager writes it when it \
+             runs with --allocate-node-cidrs and --cluster-cidr",
+            told.in_words()
+        ))),
+        (None, Some(_)) if require_ipv6 && told.ipv6.is_none() => keep(Some(format!(
+            "required IPv6 PodCIDR not available: Node {node:?} has none in spec.podCIDRs and no annotation \
+             network.cilium.io/ipv6-pod-cidr (found: {}); k8s-require-ipv6-pod-cidr=true asks for one",
+            told.in_words()
+        ))),
+        (_, wanted) => Choice { pod_cidr: wanted, wait: None },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn texts(list: &[&str]) -> Vec<String> {
+        list.iter().map(|text| (*text).to_owned()).collect()
+    }
+
+    fn noted(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+    }
+
+    fn net(text: &str) -> Ipv4Net {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn the_spec_wins_over_annotations_family_by_family() {
+        let annotated = noted(&[
+            ("network.cilium.io/ipv4-pod-cidr", "10.7.0.0/24"),
+            ("io.cilium.network.ipv4-pod-cidr", "10.8.0.0/24"),
+            ("io.cilium.network.ipv6-pod-cidr", "fd31::/112"),
+        ]);
+        let both = NodeCidrs::read(&texts(&["10.201.3.9/24"]), &annotated);
+        assert_eq!((both.ipv4, both.ipv6), (Some(net("10.201.3.0/24")), Some("fd31::/112".parse().unwrap())));
+        let only = NodeCidrs::read(&[], &annotated);
+        assert_eq!(only.ipv4, Some(net("10.7.0.0/24")), "the present spelling before the old one");
+        // Nonsense in the spec does not hide a good annotation, and is named.
+        let mended = NodeCidrs::read(&texts(&["10.201/24"]), &annotated);
+        assert_eq!((mended.ipv4, mended.unreadable), (Some(net("10.7.0.0/24")), texts(&["10.201/24"])));
+    }
+
+    // case: ipam C2
+    #[test]
+    fn an_ipv6_range_alone_is_waited_with_and_named() {
+        let told = NodeCidrs::read(&texts(&["fd31::3:0/112"]), &BTreeMap::new());
+        let Choice { pod_cidr, wait } = choose("n1", None, Some(&told), false, false);
+        assert_eq!(pod_cidr, None);
+        let wait = wait.unwrap();
+        assert!(wait.contains("required IPv4 PodCIDR") && wait.contains("fd31::3:0/112"), "{wait}");
+    }
+
+    // case: ipam C1
+    #[test]
+    fn both_families_are_waited_for_where_both_are_required() {
+        let ipv4 = NodeCidrs::read(&texts(&["10.201.3.0/24"]), &BTreeMap::new());
+        let waiting = choose("n1", None, Some(&ipv4), true, false);
+        assert!(waiting.pod_cidr.is_none() && waiting.wait.unwrap().contains("required IPv6 PodCIDR"));
+        let both = NodeCidrs::read(&texts(&["10.201.3.0/24", "fd31::3:0/112"]), &BTreeMap::new());
+        let ready = Choice { pod_cidr: Some(net("10.201.3.0/24")), wait: None };
+        assert_eq!(choose("n1", None, Some(&both), true, false), ready);
+        assert!(choose("n1", None, None, true, false).wait.unwrap().contains("no Node"));
+    }
+
+    // case: ipam C4
+    #[test]
+    fn a_range_in_use_is_left_only_when_nothing_holds_an_address_of_it() {
+        let told = NodeCidrs::read(&texts(&["10.201.9.0/24"]), &BTreeMap::new());
+        let old = Some(net("10.201.3.0/24"));
+        let kept = choose("n1", old, Some(&told), false, true);
+        assert_eq!(kept.pod_cidr, old);
+        let wait = kept.wait.unwrap();
+        assert!(wait.contains("10.201.9.0/24") && wait.contains("10.201.3.0/24 is in use"), "{wait}");
+        assert_eq!(choose("n1", old, Some(&told), false, false).pod_cidr, told.ipv4);
+        // Taken back, or the Node gone: whatever holds addresses, there is nothing else to serve.
+        let none = choose("n1", old, Some(&NodeCidrs::default()), false, false);
+        assert!(none.pod_cidr == old && none.wait.is_some());
+        assert_eq!(choose("n1", old, None, false, false), Choice { pod_cidr: old, wait: None });
+    }
+
+    #[test]
+    fn what_is_annotated_is_read_again() {
+        let written = annotations(net("10.201.3.0/24"), "10.201.3.77".parse().unwrap());
+        assert_eq!(NodeCidrs::read(&[], &written).ipv4, Some(net("10.201.3.0/24")));
+        assert_eq!(router(&written), Some("10.201.3.77".parse().unwrap()));
+        assert!(written.keys().all(|key| is_network_annotation(key) && is_written(key)));
+        assert_eq!(router(&noted(&[("io.cilium.network.ipv4-cilium-host", "10.1.1.1")])), "10.1.1.1".parse().ok());
+        assert_eq!(router(&noted(&[("network.cilium.io/ipv4-cilium-host", "none")])), None);
+    }
+}

@@ -1,0 +1,98 @@
+//! The network configuration of the container runtime: written when this node can serve, kept as it should be, never
+//! removed because the agent ends.
+
+use super::agent_api::Answers;
+use crate::files;
+use crate::install::{conflist, plugin};
+use crate::tables::Waits;
+use crate::tables::rows::FileContent;
+use cistern_core::cni::conflist::{custom_text, default_text};
+use cistern_core::settings::Settings;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A wait of this name says why it is not written.
+const WAIT: &str = "CNI configuration";
+
+/// Until this node can serve for the first time it is looked at so often.
+const UNTIL_READY: Duration = Duration::from_millis(200);
+/// So often the user's file is read and what others put beside ours is set aside.
+const KEEP: Duration = Duration::from_secs(5);
+
+/// What is written where.
+#[derive(Debug, Clone)]
+pub struct NetworkConfiguration {
+    path: PathBuf,
+    custom: Option<PathBuf>,
+    exclusive: bool,
+    plugins: PathBuf,
+}
+
+impl NetworkConfiguration {
+    /// As the settings say; none when somebody else writes it.
+    #[must_use]
+    pub fn of(settings: &Settings) -> Option<Self> {
+        let somebody_else = settings.custom_cni_conf && settings.read_cni_conf.is_none();
+        let path = settings.write_cni_conf_when_ready.clone().filter(|_| !somebody_else)?;
+        Some(Self {
+            path,
+            custom: settings.read_cni_conf.clone(),
+            exclusive: settings.cni_exclusive,
+            plugins: settings.cni_bin_path.clone(),
+        })
+    }
+
+    /// Writes it once.
+    ///
+    /// # Errors
+    /// Why not, and what is in force instead.
+    pub fn put(&self) -> Result<bool, String> {
+        let text = match &self.custom {
+            None => default_text(plugin::has_portmap(&self.plugins)),
+            Some(file) => custom(file).map_err(|reason| {
+                format!("read-cni-conf {}: {reason}; {} stays as it is", file.display(), self.path.display())
+            })?,
+        };
+        conflist::put(&self.path, &text, self.exclusive).map_err(|error| error.to_string())
+    }
+
+    /// Takes it away, and brings back what was set aside for it.
+    ///
+    /// # Errors
+    /// What the file system refused.
+    pub fn remove(&self) -> Result<(), String> {
+        conflist::remove(&self.path).map_err(|error| error.to_string())
+    }
+
+    /// Keeps it as it should be from the moment when this node can serve, until dropped.
+    pub async fn keep(self, answers: Arc<Answers>, waits: Waits) {
+        while !answers.node.health().ready {
+            tokio::time::sleep(UNTIL_READY).await;
+        }
+        if self.custom.is_none() && !plugin::has_portmap(&self.plugins) {
+            let directory = self.plugins.display();
+            tracing::warn!("hostPorts are not served: there is no plugin portmap in {directory} (cni-bin-path)");
+        }
+        loop {
+            match self.put() {
+                Ok(changed) => {
+                    if changed {
+                        tracing::info!(path = %self.path.display(), "CNI configuration written");
+                    }
+                    waits.end(WAIT);
+                }
+                Err(reason) => waits.begin(WAIT, reason, Some(KEEP)),
+            }
+            tokio::time::sleep(KEEP).await;
+        }
+    }
+}
+
+fn custom(file: &Path) -> Result<String, String> {
+    match files::read(file) {
+        FileContent::Bytes(bytes) => custom_text(&String::from_utf8_lossy(&bytes)),
+        FileContent::Absent => Err("there is no such file".to_owned()),
+        FileContent::Unreadable(reason) => Err(reason),
+    }
+}

@@ -1,0 +1,193 @@
+//! Taking Cistern off: the agent's part on its node, and `cistern uninstall`, which asks all of them.
+
+use super::network_configuration::NetworkConfiguration;
+use crate::datapath::Pins;
+use crate::install::plugin;
+use crate::kubernetes::client::{Client, connect};
+use crate::kubernetes::uninstall::{Answers, Objects};
+use crate::netlink::targets::{RouterAddress, Routes, release_pod_routes};
+use crate::reconciler::Operations;
+use crate::state::{BootMarker, StateDir};
+use crate::tables::Reader;
+use crate::tables::rows::CiliumNodeRow;
+use cistern_core::settings::Settings;
+use cistern_core::uninstall::{Reply, pending, reply};
+use clap::Args;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// Returns when this node is asked to be cleaned, with the request.
+pub async fn requested(node: String, mut cilium_nodes: Reader<String, CiliumNodeRow>) -> String {
+    loop {
+        let snapshot = cilium_nodes.synced().await;
+        if let Some(row) = snapshot.rows.get(&node)
+            && let Some(request) = pending(row.uninstall.as_deref(), row.uninstalled.as_deref())
+        {
+            return request.to_owned();
+        }
+        cilium_nodes.changed().await;
+    }
+}
+
+/// Between two looks at the own CiliumNode by an agent that has nothing else to do any more.
+const IDLE: Duration = Duration::from_secs(2);
+
+/// Takes everything of ours off this node, says so, and does nothing any more but to answer who asks again, until
+/// dropped. The agent's tasks must have ended. Pods that run keep their interfaces and addresses; their leases stay on
+/// disk, so that a later installation gives their addresses to nobody else.
+pub async fn clean_and_answer(client: Client, settings: &Settings, state: &StateDir, mut request: String) {
+    let objects = Objects::new(client, &settings.namespace);
+    let node = &settings.node_name;
+    loop {
+        tracing::warn!(request, "taking Cistern off this node, as its CiliumNode asks");
+        let failures = clean(settings, state).await;
+        for failure in &failures {
+            tracing::error!("{failure}");
+        }
+        while let Err(error) = objects.answer(node, &request, &failures).await {
+            tracing::warn!(%error, "the answer to the uninstall does not arrive");
+            tokio::time::sleep(IDLE).await;
+        }
+        tracing::warn!("answered; the agent does nothing any more and waits for its end");
+        request = loop {
+            tokio::time::sleep(IDLE).await;
+            // An API server that does not answer is asked again.
+            let answers = objects.answers(Some(node)).await.unwrap_or_default();
+            let next = answers.iter().find_map(|(_, asked, answer)| pending(asked.as_deref(), answer.as_deref()));
+            if let Some(next) = next {
+                break next.to_owned();
+            }
+        };
+    }
+}
+
+/// No new pods, then no new flows, then the rest; what fails keeps nothing else from being removed.
+async fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
+    let mut failures = Vec::new();
+    let mut note = |what: &str, outcome: Result<(), String>| {
+        failures.extend(outcome.err().map(|error| format!("{what}: {error}")));
+    };
+    if let Some(configuration) = NetworkConfiguration::of(settings) {
+        note("CNI configuration", configuration.remove());
+    }
+    note("CNI plugin", plugin::remove(&settings.cni_bin_path).map_err(|error| error.to_string()));
+    note("kernel programs", Pins::new(settings.pin_root()).remove_all().map_err(|error| error.to_string()));
+    note("routes", remove_all(Routes::open()).await);
+    note("routes to pods", release_pod_routes().map_err(|error| error.to_string()));
+    note("router address", remove_all(RouterAddress::open()).await);
+    let run = settings.socket_path.parent().unwrap_or(Path::new("/run/cistern"));
+    note("state", state.clear().map_err(|error| error.to_string()));
+    // Without the marker of this boot, the next agent looks which of the leases' pods still run.
+    note("marker of this boot", BootMarker::new(run).clear().map_err(|error| error.to_string()));
+    // One that the server removed at its end is gone already.
+    let _ = std::fs::remove_file(&settings.socket_path);
+    failures
+}
+
+/// Deletes what a target holds.
+async fn remove_all<O: Operations>(target: Result<O, O::Error>) -> Result<(), String>
+where
+    O::Error: std::fmt::Display,
+{
+    let mut target = target.map_err(|error| error.to_string())?;
+    for key in target.observe().await.map_err(|error| error.to_string())?.into_keys() {
+        target.delete(&key).await.map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}
+
+/// `cistern uninstall`
+#[derive(Debug, Clone, Args)]
+pub struct Options {
+    /// How long a node may take to answer, in seconds
+    #[arg(long, default_value = "120s", value_parser = seconds, value_name = "TIME")]
+    timeout: Duration,
+    /// Go on without the nodes that do not answer, or could not be cleaned
+    #[arg(long)]
+    ignore_unanswered: bool,
+    /// Deployment of the operators, to be scaled to none when the nodes are clean
+    #[arg(long, value_name = "NAME")]
+    operator_deployment: Option<String>,
+    /// Namespace of agents and operators
+    #[arg(long, env = "CISTERN_K8S_NAMESPACE", default_value = "kube-system", value_name = "NAME")]
+    k8s_namespace: String,
+    /// Kubeconfig file; without it the service account of the pod counts
+    #[arg(long, value_name = "PATH")]
+    k8s_kubeconfig_path: Option<PathBuf>,
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let number = text.strip_suffix('s').unwrap_or(text).parse().ok().filter(|seconds| *seconds > 0);
+    number.map(Duration::from_secs).ok_or_else(|| "expected a number of seconds such as 120s".to_owned())
+}
+
+/// Between two looks at the answers.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// Asks the agent of every CiliumNode to clean its node, waits for their answers, then ends the operators and removes
+/// what they keep. Prints each node as it answers.
+///
+/// # Errors
+/// The nodes that did not answer in time, or said what they could not remove; or the API server.
+pub async fn run(options: &Options) -> anyhow::Result<()> {
+    let client = connect(options.k8s_kubeconfig_path.as_deref(), None).await?;
+    let objects = Objects::new(client, &options.k8s_namespace);
+    let request = format!("{:016x}", rand::random::<u64>());
+    let deadline = Instant::now() + options.timeout;
+    let mut told: BTreeMap<String, Reply> = BTreeMap::new();
+    let open = loop {
+        let answers: Answers = objects.answers(None).await?;
+        for (node, asked, answer) in &answers {
+            if asked.as_deref() != Some(request.as_str()) {
+                objects.ask(node, &request).await?;
+            }
+            let now = reply(&request, answer.as_deref());
+            if now != Reply::None && told.insert(node.clone(), now.clone()).is_none() {
+                match now {
+                    Reply::Failed(why) => println!("{node}: not clean: {why}"),
+                    _ => println!("{node}: clean"),
+                }
+            }
+        }
+        let open: Vec<String> =
+            answers.iter().map(|(node, _, _)| node.clone()).filter(|node| !told.contains_key(node)).collect();
+        if open.is_empty() || Instant::now() >= deadline {
+            break open;
+        }
+        tokio::time::sleep(LOOK).await;
+    };
+    let failed: Vec<String> = told
+        .iter()
+        .filter_map(|(node, reply)| match reply {
+            Reply::Failed(why) => Some(format!("{node} ({why})")),
+            _ => None,
+        })
+        .chain(open.into_iter().map(|node| format!("{node} (no answer within {} s)", options.timeout.as_secs())))
+        .collect();
+    if !failed.is_empty() {
+        let nodes = failed.join(", ");
+        anyhow::ensure!(
+            options.ignore_unanswered,
+            "nodes that are not clean: {nodes}; the others are. Repeat it when they can answer, delete the CiliumNodes of \
+             nodes that are gone, or go on without them by --ignore-unanswered (uninstall.ignoreUnanswered=true)"
+        );
+        println!("going on without {nodes}");
+    }
+    objects.end_operators(options.operator_deployment.as_deref()).await?;
+    println!("operators ended, their Lease and records removed; CiliumNodes and their definition stay");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_seconds() {
+        assert_eq!(seconds("120s"), Ok(Duration::from_secs(120)));
+        assert_eq!(seconds("5"), Ok(Duration::from_secs(5)));
+        assert!(seconds("2m").is_err() && seconds("0s").is_err());
+    }
+}
