@@ -80,7 +80,7 @@ struct Stream(Child);
 
 impl Stream {
     /// Ends it; nothing may have got lost.
-    fn is_whole(mut self) -> u64 {
+    fn count_whole(mut self) -> u64 {
         drop(self.0.stdin.take());
         let output = self.0.wait_with_output().unwrap();
         let report: StreamReport = serde_json::from_slice(&output.stdout).unwrap();
@@ -152,7 +152,7 @@ fn an_agent_that_is_killed_again_and_again_loses_and_doubles_nothing() {
         until("every pod that was told an address to hold it", || site.rig.holds(name));
         assert_eq!(site.seen_as(name), NODE, "{name}");
     }
-    assert!(tcp.is_whole() > 100 && udp.is_whole() > 1_000);
+    assert!(tcp.count_whole() > 100 && udp.count_whole() > 1_000);
     for number in 0..8 {
         site.rig.cni("DEL", &format!("p{number}")).unwrap();
     }
@@ -182,7 +182,7 @@ fn settings_that_were_changed_while_the_agent_was_away_are_in_force_or_explained
     });
     site.restart(&[]);
     assert_eq!(site.seen_as("a"), NODE, "masquerading is on");
-    assert!(open.is_whole() > 0);
+    assert!(open.count_whole() > 0);
 
     site.restart(&["--ipv4-native-routing-cidr", "45.33.0.0/16"]);
     until("the native CIDR to be in force", || site.seen_as("a") == pod);
@@ -209,7 +209,7 @@ fn settings_that_were_changed_while_the_agent_was_away_are_in_force_or_explained
     site.restart(&["--bpf-nat-global-max", "131072"]);
     assert!(site.rig.finds("map-capacity-kept", "cst_rev"), "{:?}", site.rig.status());
     assert_eq!(site.seen_as("a"), NODE);
-    assert!(open.is_whole() > 0);
+    assert!(open.count_whole() > 0);
 
     site.restart(&["--enable-ipv4-masquerade=false"]);
     assert_eq!(site.seen_as("a"), pod, "masquerading is off");
@@ -234,7 +234,7 @@ fn a_map_of_another_layout_is_refused_with_the_way_out_and_packets_are_served_as
     }
     assert!(site.rig.node.file(pin).exists(), "nothing of it was touched");
     assert_eq!(site.seen_as("a"), NODE, "{pod} is translated by the programs of before");
-    assert!(open.is_whole() > 0);
+    assert!(open.count_whole() > 0);
     // The way out: without the pins everything is made anew.
     site.rig.node.run("rm", &["-r", "/sys/fs/bpf/cistern"]).unwrap();
     site.start(&[]);

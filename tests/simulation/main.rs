@@ -1,5 +1,7 @@
 //! The first seeds of the simulation (`support/src/script/simulation`). `cargo xtask simulate` runs ten thousand, or more.
 
+#![expect(clippy::panic, reason = "a test fails by panicking, in the functions that tests share too")]
+
 use cistern_tests::script::simulation;
 
 /// How many seeds a test runs; libtest runs as many tests at once as there are processors.

@@ -41,7 +41,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let (targets, maps) = kernel::open(&settings, &shared.findings)?;
     let (files, not_a_directory) = LeaseFiles::open(&state).context(stopped)?;
     let (leases, set_aside) = files.read().context(stopped)?;
-    shared.findings.add(remembered::STATE, not_a_directory.into_iter().chain(set_aside).map(unreadable));
+    shared.findings.add(remembered::STATE, not_a_directory.into_iter().chain(set_aside).map(|file| unreadable(&file)));
     let run_dir = settings.socket_path.parent().unwrap_or(Path::new("/run/cistern"));
     let marker = BootMarker::new(run_dir);
     let rebooted = !marker.is_set();

@@ -59,7 +59,7 @@ pub struct Agent {
     /// Name of the host side of an attachment's pair.
     pub host_side: Box<dyn Fn(&Attachment) -> String + Send>,
     /// Removes a device by name.
-    pub remove_device: Box<dyn FnMut(&str) -> Result<(), String> + Send>,
+    pub remove_device: endpoint::RemoveDevice,
     /// Random numbers.
     pub draw: Box<dyn FnMut() -> u64 + Send>,
     /// Rows of the kernel maps for the CLI.
@@ -179,14 +179,16 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     decide(
         "own CiliumNode",
         Box::pin(node::run(
-            name.clone(),
-            waits.clone(),
-            nodes.reader(),
-            network.reader(),
-            router.reader(),
-            pool.reader(),
-            mirror,
+            node::Inputs {
+                node: name.clone(),
+                mirror,
+                nodes: nodes.reader(),
+                network: network.reader(),
+                router: router.reader(),
+                pool: pool.reader(),
+            },
             Arc::clone(&own_node),
+            waits.clone(),
         )),
     );
     decide(

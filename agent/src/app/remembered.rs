@@ -34,7 +34,7 @@ pub type Seeded = (Arc<Table<String, PeerRow>>, Arc<Table<(), PoolRow>>);
 pub fn tables(state: &StateDir, findings: &Findings) -> Seeded {
     let (peers, pool) = (Table::new("peers"), Table::new("pool"));
     let (remembered, set_aside) = state.read::<Remembered>(NODE, Some(FORMAT));
-    findings.add(STATE, set_aside.map(unreadable));
+    findings.add(STATE, set_aside.as_ref().map(unreadable));
     if let Some(remembered) = remembered {
         tracing::info!(block = ?remembered.pool.as_ref().map(|row| row.pod_cidr), nodes = remembered.peers.len(), "serving from what was known last");
         peers.publish(remembered.peers);
@@ -50,7 +50,7 @@ pub const STATE: &str = "state";
 
 /// What is told of a file that was set aside.
 #[must_use]
-pub fn unreadable(file: SetAside) -> Found {
+pub fn unreadable(file: &SetAside) -> Found {
     Found { reason: "state-file-unreadable", subject: file.path.display().to_string(), message: file.to_string() }
 }
 
@@ -58,7 +58,7 @@ pub fn unreadable(file: SetAside) -> Found {
 #[must_use]
 pub fn last_good(state: &StateDir, findings: &Findings) -> Option<ConfigFile> {
     let (last_good, set_aside) = state.read::<Option<ConfigFile>>(LAST_GOOD, None);
-    findings.add(STATE, set_aside.map(unreadable));
+    findings.add(STATE, set_aside.as_ref().map(unreadable));
     last_good.flatten()
 }
 

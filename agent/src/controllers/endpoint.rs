@@ -41,6 +41,9 @@ pub trait LeaseStore: Send {
     fn write(&mut self, changes: &[Change]) -> Result<(), (usize, String)>;
 }
 
+/// Takes the interface of this name away.
+pub type RemoveDevice = Box<dyn FnMut(&str) -> Result<(), String> + Send>;
+
 /// Where the kernel programs look pods up.
 pub trait EndpointMap: Send {
     /// Makes the pod known.
@@ -263,7 +266,7 @@ pub struct Parts {
     /// Name of the host side of an attachment's pair.
     pub host_side: Box<dyn Fn(&Attachment) -> String + Send>,
     /// Removes a device by name; it need not be there.
-    pub remove_device: Box<dyn FnMut(&str) -> Result<(), String> + Send>,
+    pub remove_device: RemoveDevice,
     /// Random numbers.
     pub draw: Box<dyn FnMut() -> u64 + Send>,
     /// Where records survive.

@@ -10,19 +10,26 @@ use std::sync::Arc;
 /// A wait of this name says why no object is written.
 const WAIT: &str = "own CiliumNode";
 
+/// What the object follows from.
+pub struct Inputs {
+    /// Name of this node.
+    pub node: String,
+    /// Whether the object's blocks are this agent's to write.
+    pub mirror: bool,
+    /// The Nodes.
+    pub nodes: Reader<String, NodeRow>,
+    /// Devices of this node.
+    pub network: Reader<(), NetworkRow>,
+    /// The router address.
+    pub router: Reader<Ipv4Addr, ()>,
+    /// Where this node's pods get their addresses from.
+    pub pool: Reader<(), PoolRow>,
+}
+
 /// Follows the Node, the router address and the pool, and publishes the desired object under the node's name. Without a
 /// Node there is none: made for a node that is being taken away, it would belong to nobody, and keep its block for ever.
-/// With `mirror` the object's blocks are this agent's to write.
-pub async fn run(
-    node: String,
-    waits: Waits,
-    mut nodes: Reader<String, NodeRow>,
-    mut network: Reader<(), NetworkRow>,
-    mut router: Reader<Ipv4Addr, ()>,
-    mut pool: Reader<(), PoolRow>,
-    mirror: bool,
-    desired: Arc<Table<String, OwnCiliumNode>>,
-) {
+pub async fn run(inputs: Inputs, desired: Arc<Table<String, OwnCiliumNode>>, waits: Waits) {
+    let Inputs { node, mirror, mut nodes, mut network, mut router, mut pool } = inputs;
     loop {
         let nodes_now = nodes.synced().await;
         let network_now = network.synced().await;

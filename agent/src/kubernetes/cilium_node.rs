@@ -78,12 +78,13 @@ impl Operations for OwnNode {
                 self.written = Some(Written { replaced: String::new(), value: value.clone() });
             }
             Some(row) => {
-                let mut spec = json!({"addresses": addresses(&value.addresses)});
+                let pod_cidrs: Vec<String> = value.claim.iter().map(ToString::to_string).collect();
                 // A range that is not known yet takes nothing away.
-                if value.mirror && !value.claim.is_empty() {
-                    let pod_cidrs: Vec<String> = value.claim.iter().map(ToString::to_string).collect();
-                    spec["ipam"] = json!({"podCIDRs": pod_cidrs});
-                }
+                let spec = if value.mirror && !pod_cidrs.is_empty() {
+                    json!({"addresses": addresses(&value.addresses), "ipam": {"podCIDRs": pod_cidrs}})
+                } else {
+                    json!({"addresses": addresses(&value.addresses)})
+                };
                 let patch = json!({"metadata": metadata, "spec": spec});
                 let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
                 write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await?;

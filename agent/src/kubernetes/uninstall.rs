@@ -45,8 +45,8 @@ impl Objects {
     /// # Errors
     /// When the API server does not answer.
     pub async fn answers(&self, node: Option<&str>) -> Result<Answers, KubernetesError> {
-        let mut params = ListParams::default();
-        params.field_selector = node.map(|node| format!("metadata.name={node}"));
+        let field_selector = node.map(|node| format!("metadata.name={node}"));
+        let params = ListParams { field_selector, ..ListParams::default() };
         let listed = match write("list", "CiliumNode", "", self.nodes.list(&params)).await {
             Err(error) if error.is_not_found() => return Ok(Vec::new()),
             listed => listed?,

@@ -221,7 +221,7 @@ fn compare<'a>(leases: impl Iterator<Item = &'a PodLease>, seen: &Seen<'_>) -> B
         };
         let (attachment, netns) = (lease.attachment.clone(), lease.netns.clone());
         match ((seen.namespace)(&netns), seen.links.contains_key(&link)) {
-            (Namespace::There, true) | (Namespace::Unseen, true) => {}
+            (Namespace::There | Namespace::Unseen, true) => {}
             // Only our own devices are looked for; one that somebody else made is not known to be gone.
             (_, false) if !is_host_side(&link) => {}
             (Namespace::Gone, true) => {

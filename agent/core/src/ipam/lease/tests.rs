@@ -1045,5 +1045,5 @@ proptest! {
 
 /// Histories of a run, each of up to 60 steps. `PROPTEST_CASES=100000` makes it longer.
 fn histories() -> u32 {
-    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(1_000)
+    ProptestConfig::default().cases.max(1_000)
 }

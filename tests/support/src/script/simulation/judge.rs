@@ -159,7 +159,10 @@ impl Judge {
     pub(super) fn restored(&mut self, objects: &[Value], backup: Timestamp) {
         self.listed = objects
             .iter()
-            .map(|object| (object["metadata"]["name"].as_str().unwrap_or_default().to_owned(), blocks(object)))
+            .map(|object| {
+                let name = object.pointer("/metadata/name").and_then(Value::as_str).unwrap_or_default();
+                (name.to_owned(), blocks(object))
+            })
             .collect();
         // What was deleted since is there again, or was forgotten with the rest.
         self.resting.retain(|rest| rest.since <= backup);
