@@ -120,6 +120,14 @@ fn chain() -> Value {
     })
 }
 
+/// The plugins whose CHECK can be right: that of portmap 1.1.1 looks for IPv6 rules, which a pod without IPv6 address does
+/// not have.
+fn checked() -> Value {
+    let mut list = chain();
+    list["plugins"].as_array_mut().unwrap().retain(|plugin| plugin["type"] != "portmap");
+    list
+}
+
 #[test]
 fn a_chain_of_portmap_bandwidth_and_tuning_does_what_each_of_them_promises() {
     let site = Site::new("c-chain");
@@ -138,10 +146,10 @@ fn a_chain_of_portmap_bandwidth_and_tuning_does_what_each_of_them_promises() {
         let mut runtime = Runtime::new(node, &program("cistern-cni")).unwrap();
         let result = runtime.add(&chain(), &container, &arguments).unwrap();
         let address = address_of(&result);
-        runtime.check(&chain(), &container, &arguments).unwrap();
+        runtime.check(&checked(), &container, &arguments).unwrap();
         runtime.status(&chain()).unwrap();
         runtime.gc(&chain(), &[&container]).unwrap();
-        runtime.check(&chain(), &container, &arguments).unwrap();
+        runtime.check(&checked(), &container, &arguments).unwrap();
 
         // tuning
         let pod = site.pod("web");

@@ -224,7 +224,8 @@ impl Ends {
                 if !routes.iter().filter(over).any(is_default) {
                     found.push(format!("the pod has no default route via {router}"));
                 }
-                if !is_permanent(&mut self.pod, link.index, gateway, pair.host_mac)? {
+                // With the hardware address of a device the kernel drops its neighbours; the pod asks by ARP then.
+                if pod_mac == pair.pod_mac && !is_permanent(&mut self.pod, link.index, gateway, pair.host_mac)? {
                     found.push(format!("the pod has no permanent neighbour {router} on {ifname}"));
                 }
             }
