@@ -143,7 +143,7 @@ fn is_starting(error: &ClientError) -> bool {
         ClientError::Unreachable { .. } => true,
         ClientError::Broken { source, .. } => !matches!(source.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock),
         ClientError::Refused { error, .. } => {
-            matches!(error.reason.as_str(), "waiting-for-pod-cidr" | "shutting-down")
+            matches!(error.reason.as_str(), "held-back" | "shutting-down" | "waiting-for-pod-cidr")
         }
         ClientError::Malformed { .. } => false,
     }
@@ -328,7 +328,6 @@ impl Attachment {
                     host_ifname: self.pair.host.clone(),
                     host_ifindex: *host,
                     mac: mac_text(self.pair.pod_mac),
-                    started: Some(self.started),
                 };
                 self.confirm(lease.generation, Behind::Pair(interface))
             }
@@ -359,6 +358,7 @@ impl Attachment {
             ifname: self.call.ifname.clone(),
             generation,
             interface,
+            started: Some(self.started),
         };
         self.ask("/v1/cni/confirm", &request).map_err(|error| agent_failure(&error))
     }

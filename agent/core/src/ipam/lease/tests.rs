@@ -28,12 +28,12 @@ fn request(container: impl fmt::Display, uid: &str) -> AddRequest {
     }
 }
 
+fn pair(index: u32) -> Interface {
+    Interface { host_ifname: format!("cst{index}"), host_ifindex: index, mac: "02:00:00:00:00:01".to_owned() }
+}
+
 fn interface(index: u32) -> Behind {
-    Behind::Pair(Interface {
-        host_ifname: format!("cst{index}"),
-        host_ifindex: index,
-        mac: "02:00:00:00:00:01".to_owned(),
-    })
+    Behind::Pair(pair(index))
 }
 
 /// The lease task of an agent with its disk: every change is written before an answer is looked at.
@@ -883,7 +883,7 @@ proptest! {
                 Step::Confirm { sandbox } => {
                     let attachment = attachment(sandbox);
                     let generation = world.live.get(&attachment).map_or(0, |(_, generation, _)| *generation);
-                    let interface = Interface { host_ifname: device(sandbox), ..interface(3) };
+                    let interface = Behind::Pair(Interface { host_ifname: device(sandbox), ..pair(3) });
                     let outcome = leases.confirm(&attachment, generation, interface, now);
                     told.extend(outcome.answer);
                     outcome.changes
