@@ -16,6 +16,7 @@ pub(crate) fn program(name: &str) -> PathBuf {
 }
 
 const KUBECONFIG: &str = "/run/kubeconfig";
+const NODE: &str = "/run/node.yaml";
 const LISTEN: &str = "127.0.0.1:6443";
 
 /// A node with its own API server, so that each test can take either away.
@@ -82,7 +83,9 @@ impl Rig {
 
     pub(crate) fn start_api(&mut self) {
         let mut command = self.node.command(program("cistern-apiserver"));
-        command.args(["--listen", LISTEN, "--kubeconfig", KUBECONFIG]);
+        command.args(["--listen", LISTEN, "--kubeconfig", KUBECONFIG, "--objects", NODE]);
+        // As kubelet makes it: without a Node there is no CiliumNode.
+        std::fs::write(self.node.file(NODE), "apiVersion: v1\nkind: Node\nmetadata:\n  name: node-a\n").unwrap();
         self.api = Some(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap());
         let written = self.node.file(KUBECONFIG);
         until("the kubeconfig", || written.exists());
