@@ -7,7 +7,7 @@
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cistern::api::client::Client;
-use cistern::api::types::{AddRequest, AddResponse, ConfirmRequest};
+use cistern::api::types::{AddRequest, AddResponse, Behind, ConfirmRequest, Interface};
 use cistern_tests::lab::{Lab, Machine};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -133,6 +133,7 @@ fn add_pods(node: &Machine) -> Result<()> {
                 container_id: container_id.clone(),
                 ifname: "eth0".to_owned(),
                 netns: "/proc/self/ns/net".to_owned(),
+                network: None,
                 pod: None,
                 started: None,
             },
@@ -141,9 +142,11 @@ fn add_pods(node: &Machine) -> Result<()> {
             container_id,
             ifname: "eth0".to_owned(),
             generation: given.generation,
-            host_ifname: format!("cst{number:011x}"),
-            host_ifindex: 1000 + number,
-            mac: format!("0a:58:0a:f4:{:02x}:{:02x}", number / 256, number % 256),
+            interface: Behind::Pair(Interface {
+                host_ifname: format!("cst{number:011x}"),
+                host_ifindex: 1000 + number,
+                mac: format!("0a:58:0a:f4:{:02x}:{:02x}", number / 256, number % 256),
+            }),
             started: None,
         };
         let _: serde_json::Value = client.post("/v1/cni/confirm", &confirm)?;

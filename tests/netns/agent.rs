@@ -64,6 +64,7 @@ impl AgentApi for Answers {
             .endpoints
             .add(lease::AddRequest {
                 attachment: attachment(request.container_id, request.ifname),
+                network: request.network,
                 pod: request.pod.map(|pod| lease::Pod { namespace: pod.namespace, name: pod.name, uid: pod.uid }),
                 netns: request.netns,
                 started: request.started,
@@ -72,6 +73,7 @@ impl AgentApi for Answers {
             .map_err(|error| unavailable(&error))?;
         Ok(AddResponse {
             address: granted.lease.addresses.ipv4.unwrap(),
+            prefix_len: 29,
             router: granted.router.ipv4.unwrap(),
             mtu: MTU,
             generation: granted.lease.generation,
@@ -88,10 +90,9 @@ impl AgentApi for Answers {
             Confirm::Refuse => return Err(Failure::permanent(500, "datapath", "the endpoint map is broken")),
             Confirm::Ignore => std::future::pending().await,
         }
-        let interface =
-            lease::Interface { host_ifname: request.host_ifname, host_ifindex: request.host_ifindex, mac: request.mac };
         let attachment = attachment(request.container_id, request.ifname);
-        self.endpoints.confirm(attachment, request.generation, interface).await.map_err(|error| unavailable(&error))
+        let confirmed = self.endpoints.confirm(attachment, request.generation, request.interface).await;
+        confirmed.map_err(|error| unavailable(&error))
     }
 
     async fn del(&self, request: DelRequest) -> Result<DelResponse, Failure> {
@@ -102,16 +103,16 @@ impl AgentApi for Answers {
     async fn check(&self, request: CheckRequest) -> Result<CheckResponse, Failure> {
         let held = self.endpoints.check(attachment(request.container_id, request.ifname)).await.unwrap();
         let (lease, router) = held.ok_or_else(|| Failure::permanent(404, "no-lease", "it holds no address"))?;
-        let host_ifname = match lease.state {
-            LeaseState::Confirmed { interface, .. } => Some(interface.host_ifname),
+        let interface = match lease.state {
+            LeaseState::Confirmed { interface, .. } => Some(interface),
             LeaseState::Provisional { .. } => None,
         };
-        Ok(CheckResponse { address: lease.addresses.ipv4.unwrap(), router: router.ipv4.unwrap(), host_ifname })
+        Ok(CheckResponse { address: lease.addresses.ipv4.unwrap(), router: router.ipv4.unwrap(), interface })
     }
 
     async fn gc(&self, request: GcRequest) -> Result<GcResponse, Failure> {
         let valid = request.valid.into_iter().map(|del| attachment(del.container_id, del.ifname)).collect();
-        let ended = self.endpoints.collect(valid).await.unwrap();
+        let ended = self.endpoints.collect(request.network, valid).await.unwrap();
         let released = ended
             .into_iter()
             .map(|lease| DelRequest { container_id: lease.attachment.container_id, ifname: lease.attachment.ifname })

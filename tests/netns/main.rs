@@ -8,7 +8,10 @@
 )]
 
 mod agent;
+mod burst;
+mod chain;
 mod cni;
+mod kill;
 mod lab;
 mod netlink;
 mod process;

@@ -4,9 +4,9 @@ use cistern_tests::lab::{Lab, Machine};
 use cistern_tests::probe::HttpAnswer;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::PathBuf;
-use std::process::{Child, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 pub(crate) fn program(name: &str) -> PathBuf {
@@ -16,6 +16,7 @@ pub(crate) fn program(name: &str) -> PathBuf {
 }
 
 const KUBECONFIG: &str = "/run/kubeconfig";
+const NODE: &str = "/run/node.yaml";
 const LISTEN: &str = "127.0.0.1:6443";
 
 /// A node with its own API server, so that each test can take either away.
@@ -43,6 +44,35 @@ pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
+/// The plugin for the interface `eth0` of a container whose namespace has its name. CHECK needs the result of ADD.
+pub(crate) fn cni(node: &Machine, verb: &str, name: &str, previous: &Value) -> Result<Value, Value> {
+    finish(&mut start_cni(&mut node.command(program("cistern-cni")), verb, name, previous))
+}
+
+pub(crate) fn start_cni(command: &mut Command, verb: &str, name: &str, previous: &Value) -> Child {
+    let mut child = command
+        .envs([("CNI_COMMAND", verb), ("CNI_CONTAINERID", name), ("CNI_IFNAME", "eth0"), ("CNI_PATH", "/")])
+        .env("CNI_NETNS", format!("/run/netns/{name}"))
+        .env("CNI_ARGS", "K8S_POD_NAMESPACE=shop;K8S_POD_NAME=cart-0;K8S_POD_UID=u-1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let conf = json!({"cniVersion": "1.0.0", "name": "n", "type": "cistern-cni", "prevResult": previous});
+    // One that is killed early does not read it.
+    let _ = child.stdin.take().unwrap().write_all(conf.to_string().as_bytes());
+    child
+}
+
+/// What the plugin printed: the result, or the error object.
+fn finish(child: &mut Child) -> Result<Value, Value> {
+    let mut printed = String::new();
+    child.stdout.take().unwrap().read_to_string(&mut printed).unwrap();
+    let value = if printed.is_empty() { Value::Null } else { serde_json::from_str(&printed).unwrap() };
+    if child.wait().unwrap().success() { Ok(value) } else { Err(value) }
+}
+
 impl Rig {
     pub(crate) fn new(prefix: &str) -> Self {
         let lab = Lab::new(prefix).unwrap();
@@ -53,7 +83,9 @@ impl Rig {
 
     pub(crate) fn start_api(&mut self) {
         let mut command = self.node.command(program("cistern-apiserver"));
-        command.args(["--listen", LISTEN, "--kubeconfig", KUBECONFIG]);
+        command.args(["--listen", LISTEN, "--kubeconfig", KUBECONFIG, "--objects", NODE]);
+        // As kubelet makes it: without a Node there is no CiliumNode.
+        std::fs::write(self.node.file(NODE), "apiVersion: v1\nkind: Node\nmetadata:\n  name: node-a\n").unwrap();
         self.api = Some(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap());
         let written = self.node.file(KUBECONFIG);
         until("the kubeconfig", || written.exists());
@@ -71,7 +103,7 @@ impl Rig {
         std::fs::write(self.node.file(KUBECONFIG), cistern_tests::apiserver::kubeconfig(address)).unwrap();
     }
 
-    pub(crate) fn command(&self, settings: &[&str]) -> std::process::Command {
+    pub(crate) fn command(&self, settings: &[&str]) -> Command {
         let mut command = self.node.command(program("cistern"));
         command.args(["agent", "--leader-election=true", "--node-name", "node-a", "--k8s-kubeconfig-path", KUBECONFIG]);
         if !settings.contains(&"--cluster-pool-ipv4-cidr") {
@@ -158,21 +190,7 @@ impl Rig {
     }
 
     pub(crate) fn cni(&self, verb: &str, name: &str) -> Result<Value, Value> {
-        let mut child = self
-            .node
-            .command(program("cistern-cni"))
-            .envs([("CNI_COMMAND", verb), ("CNI_CONTAINERID", name), ("CNI_IFNAME", "eth0"), ("CNI_PATH", "/")])
-            .env("CNI_NETNS", format!("/run/netns/{name}"))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        child.stdin.take().unwrap().write_all(br#"{"cniVersion":"1.0.0","name":"n","type":"cistern-cni"}"#).unwrap();
-        let output = child.wait_with_output().unwrap();
-        let value =
-            if output.stdout.is_empty() { Value::Null } else { serde_json::from_slice(&output.stdout).unwrap() };
-        if output.status.success() { Ok(value) } else { Err(value) }
+        cni(&self.node, verb, name, &Value::Null)
     }
 
     /// Whether the agent holds an address for a container.

@@ -22,17 +22,22 @@ struct Program {
 }
 
 /// A C compiler is not among them: without one, this program could not have been built.
-const PROGRAMS: [Program; 14] = [
+const PROGRAMS: [Program; 15] = [
     Program { name: "git", package: "git", used_by: "check" },
     Program { name: "ip", package: "iproute2", used_by: "namespace tests, demo" },
     Program { name: "ping", package: "iputils-ping", used_by: "demo" },
     Program { name: "ethtool", package: "ethtool", used_by: "eBPF tests: checksum offloads" },
     Program { name: "bpftool", package: "bpftool", used_by: "eBPF tests, demo" },
     Program { name: "kubectl", package: "kubernetes-client", used_by: "script tests, demo" },
-    Program { name: "/usr/lib/cni/ptp", package: "containernetworking-plugins", used_by: "bench, cluster" },
+    Program {
+        name: "/usr/lib/cni/ptp",
+        package: "containernetworking-plugins",
+        used_by: "namespace tests, bench, cluster",
+    },
     Program { name: "runc", package: "runc", used_by: "cluster" },
     Program { name: "buildah", package: "buildah", used_by: "image, cluster" },
-    Program { name: "iptables", package: "iptables", used_by: "cluster: kube-proxy" },
+    Program { name: "iptables", package: "iptables", used_by: "namespace tests: portmap; cluster: kube-proxy" },
+    Program { name: "strace", package: "strace", used_by: "namespace tests: kill -9 at each system call" },
     Program { name: "conntrack", package: "conntrack", used_by: "cluster: kube-proxy" },
     Program { name: "curl", package: "curl", used_by: "cluster: the test image" },
     Program { name: "busybox", package: "busybox-static", used_by: "cluster: shell of the test image" },

@@ -1,6 +1,7 @@
 //! Requests and answers of the agent API.
 
 pub use cistern_core::ipam::explain::{AddressExplanation, NodeExplanation};
+pub use cistern_core::ipam::lease::{Behind, Interface};
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -39,6 +40,9 @@ pub struct AddRequest {
     pub ifname: String,
     /// `CNI_NETNS`
     pub netns: String,
+    /// `name` of the configuration: GC is about one network.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<String>,
     /// The pod, where the runtime named it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<PodRef>,
@@ -50,8 +54,10 @@ pub struct AddRequest {
 /// Answer to [`AddRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AddResponse {
-    /// The pod's address, used as /32.
+    /// The pod's address. On our own interfaces it is used as /32.
     pub address: Ipv4Addr,
+    /// Length of the pod CIDR that it is from; 32 when that is not the node's any more.
+    pub prefix_len: u8,
     /// The router address of the node: the pod's gateway.
     pub router: Ipv4Addr,
     /// MTU of the pod's interface, in bytes.
@@ -60,7 +66,7 @@ pub struct AddResponse {
     pub generation: u64,
 }
 
-/// `POST /v1/cni/confirm`: the interface exists. The lease is no longer provisional and the datapath knows the pod
+/// `POST /v1/cni/confirm`: the interface exists, or another plugin is about to make it. The lease is no longer provisional and the datapath knows the pod
 /// before the answer leaves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConfirmRequest {
@@ -70,12 +76,8 @@ pub struct ConfirmRequest {
     pub ifname: String,
     /// From [`AddResponse`].
     pub generation: u64,
-    /// Name of the host side of the pair.
-    pub host_ifname: String,
-    /// Index of the host side of the pair.
-    pub host_ifindex: u32,
-    /// MAC address of the pod's side, as `aa:bb:cc:dd:ee:ff`.
-    pub mac: String,
+    /// What the address is behind.
+    pub interface: Behind,
     /// When the plugin was started, for the metric of how long an ADD takes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started: Option<jiff::Timestamp>,
@@ -97,9 +99,11 @@ pub struct DelResponse {
     pub released: Option<Ipv4Addr>,
 }
 
-/// `POST /v1/cni/gc`: ends every lease that is not in the list.
+/// `POST /v1/cni/gc`: ends every lease of a network that is not in the list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GcRequest {
+    /// `name` of the configuration.
+    pub network: String,
     /// What is still attached, by the runtime's word.
     pub valid: Vec<DelRequest>,
 }
@@ -127,8 +131,8 @@ pub struct CheckResponse {
     pub address: Ipv4Addr,
     /// The router address of the node.
     pub router: Ipv4Addr,
-    /// The host side of the pair, as confirmed.
-    pub host_ifname: Option<String>,
+    /// What the address is behind; none while that is not confirmed.
+    pub interface: Option<Behind>,
 }
 
 /// `GET /v1/healthz`: 200 when the agent serves pods, 503 when it does not, with the reasons.

@@ -12,9 +12,7 @@ use crate::clock::Clock;
 use crate::controllers::endpoint::{self, EndpointError, Endpoints};
 use crate::tables::notices::{Notices, Reason};
 use crate::telemetry::metrics::{cni_add, render};
-use cistern_core::ipam::lease::{
-    self, AddError, Attachment, ConfirmError, Interface, LeaseState, OwnerError, RowState,
-};
+use cistern_core::ipam::lease::{self, AddError, Attachment, ConfirmError, LeaseState, OwnerError, RowState};
 use cistern_core::ipam::node::pod_cidr::AddressError;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -116,6 +114,7 @@ impl AgentApi for Answers {
             .endpoints
             .add(lease::AddRequest {
                 attachment: attachment(request.container_id, request.ifname)?,
+                network: request.network,
                 pod,
                 netns: request.netns,
                 started: request.started,
@@ -131,8 +130,10 @@ impl AgentApi for Answers {
         let Attachment { container_id, ifname } = &granted.lease.attachment;
         let pod = granted.lease.pod.as_ref().map(tracing::field::display);
         tracing::info!(container_id, ifname, pod, %address, "address given");
+        let pod_cidr = self.node.pod_cidr().filter(|pod_cidr| pod_cidr.contains(&address));
         Ok(AddResponse {
             address,
+            prefix_len: pod_cidr.map_or(32, |pod_cidr| pod_cidr.prefix_len()),
             router: granted.router.ipv4.ok_or_else(no_ipv4)?,
             mtu: self.node.pod_mtu(),
             generation: granted.lease.generation,
@@ -140,10 +141,8 @@ impl AgentApi for Answers {
     }
 
     async fn confirm(&self, request: ConfirmRequest) -> Result<(), Failure> {
-        let interface =
-            Interface { host_ifname: request.host_ifname, host_ifindex: request.host_ifindex, mac: request.mac };
         let attachment = attachment(request.container_id, request.ifname)?;
-        self.endpoints.confirm(attachment, request.generation, interface).await.map_err(failure)?;
+        self.endpoints.confirm(attachment, request.generation, request.interface).await.map_err(failure)?;
         // Both clocks are this machine's.
         let took =
             request.started.and_then(|started| Duration::try_from(self.clock.now().duration_since(started)).ok());
@@ -165,14 +164,14 @@ impl AgentApi for Answers {
         let (lease, router) = held.ok_or_else(|| {
             Failure::permanent(404, "no-lease", format!("{attachment} holds no address on this node"))
         })?;
-        let host_ifname = match lease.state {
-            LeaseState::Confirmed { interface, .. } => Some(interface.host_ifname),
+        let interface = match lease.state {
+            LeaseState::Confirmed { interface, .. } => Some(interface),
             LeaseState::Provisional { .. } => None,
         };
         Ok(CheckResponse {
             address: lease.addresses.ipv4.ok_or_else(no_ipv4)?,
             router: router.ipv4.ok_or_else(no_ipv4)?,
-            host_ifname,
+            interface,
         })
     }
 
@@ -181,7 +180,7 @@ impl AgentApi for Answers {
         for known in request.valid {
             valid.insert(attachment(known.container_id, known.ifname)?);
         }
-        let ended = self.endpoints.collect(valid).await.map_err(failure)?;
+        let ended = self.endpoints.collect(request.network, valid).await.map_err(failure)?;
         for lease in &ended {
             told_back(lease, "address given back: the runtime no longer knows its holder");
         }

@@ -144,6 +144,9 @@ async fn collect(mut collector: Collector) -> anyhow::Result<()> {
 /// The rows of a kernel map as flat objects, for the CLI.
 fn rows(view: &View, name: &str) -> anyhow::Result<Value> {
     let device = |ifindex: u32| {
+        if ifindex == 0 {
+            return "-".to_owned();
+        }
         Handle::open()
             .and_then(|mut handle| handle.link_by_index(ifindex))
             .ok()

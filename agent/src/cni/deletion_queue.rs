@@ -8,6 +8,7 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -18,6 +19,9 @@ pub const QUEUE_DIR: &str = "/var/lib/cistern/cni-queue";
 
 /// More are refused, and the runtime tries again: a node whose agent is away for so long needs somebody to act.
 pub const LIMIT: usize = 256;
+
+/// What files are called while they are written, before the process ID.
+const TEMPORARY: &str = "new-";
 
 /// How long the lock is waited for.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
@@ -71,6 +75,10 @@ fn io<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(std::io::Error) -
     move |source| QueueError::Io { action, path: path.to_owned(), source }
 }
 
+fn is_del(extension: &str) -> bool {
+    extension == "json"
+}
+
 impl DeletionQueue {
     /// Opens the queue for writing, beside other writers.
     ///
@@ -80,12 +88,16 @@ impl DeletionQueue {
         Self::open(directory, FlockArg::LockSharedNonblock)
     }
 
-    /// Opens the queue alone.
+    /// Opens the queue alone. What writers that were killed have left half done goes: nobody was told that it was kept.
     ///
     /// # Errors
     /// See [`QueueError`].
     pub fn open_exclusive(directory: &Path) -> Result<Self, QueueError> {
-        Self::open(directory, FlockArg::LockExclusiveNonblock)
+        let queue = Self::open(directory, FlockArg::LockExclusiveNonblock)?;
+        for path in queue.files(|extension| extension.starts_with(TEMPORARY))? {
+            std::fs::remove_file(&path).map_err(io("remove", &path))?;
+        }
+        Ok(queue)
     }
 
     fn open(directory: &Path, how: FlockArg) -> Result<Self, QueueError> {
@@ -111,10 +123,10 @@ impl DeletionQueue {
     /// [`QueueError::Full`] at [`LIMIT`], or the file system's.
     pub fn push(&self, del: &QueuedDel) -> Result<(), QueueError> {
         let path = self.path(del);
-        if !path.exists() && self.files()?.len() >= LIMIT {
+        if !path.exists() && self.files(is_del)?.len() >= LIMIT {
             return Err(QueueError::Full { path: self.directory.clone() });
         }
-        let temporary = path.with_extension(format!("new-{}", std::process::id()));
+        let temporary = path.with_extension(format!("{TEMPORARY}{}", std::process::id()));
         let text = serde_json::to_vec(del).map_err(std::io::Error::other).map_err(io("encode", &path))?;
         std::fs::write(&temporary, text).map_err(io("write", &temporary))?;
         std::fs::rename(&temporary, &path).map_err(io("rename", &path))
@@ -126,7 +138,7 @@ impl DeletionQueue {
     /// When the directory cannot be read.
     pub fn list(&self) -> Result<(Vec<QueuedDel>, Vec<PathBuf>), QueueError> {
         let (mut dels, mut unreadable) = (Vec::new(), Vec::new());
-        for path in self.files()? {
+        for path in self.files(is_del)? {
             let parsed = std::fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
             match parsed {
                 Some(del) => dels.push(del),
@@ -149,11 +161,11 @@ impl DeletionQueue {
         }
     }
 
-    fn files(&self) -> Result<Vec<PathBuf>, QueueError> {
+    fn files(&self, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>, QueueError> {
         let mut files = Vec::new();
         for entry in std::fs::read_dir(&self.directory).map_err(io("read", &self.directory))? {
             let path = entry.map_err(io("read", &self.directory))?.path();
-            if path.extension().is_some_and(|extension| extension == "json") {
+            if path.extension().and_then(OsStr::to_str).is_some_and(&wanted) {
                 files.push(path);
             }
         }
@@ -201,7 +213,9 @@ mod tests {
     #[test]
     fn a_damaged_file_is_reported_and_stops_nobody() {
         let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("eeee.new-17"), "{").unwrap();
         let queue = DeletionQueue::open_exclusive(dir.path()).unwrap();
+        assert!(!dir.path().join("eeee.new-17").exists(), "of a writer that was killed");
         queue.push(&del(1)).unwrap();
         std::fs::write(dir.path().join("ffff.json"), "{").unwrap();
         let (dels, unreadable) = queue.list().unwrap();

@@ -3,12 +3,13 @@
 //! ```text
 //!  pod's namespace                      node's namespace
 //!  eth0  address/32 ◄─── veth ───► cst…  route address/32 dev cst… (source: router address)
-//!  router dev eth0 (permanent neighbour) permanent neighbour of the pod
+//!  router dev eth0 (permanent neighbour)
 //!  default via router
 //! ```
 //!
-//! The router address itself is on the node's loopback device. Neighbours are permanent on both sides, so no packet waits
-//! for ARP and no `arp_ignore` of the host stands in the way.
+//! The router address itself is on the node's loopback device. The pod has it as a permanent neighbour, so none of its
+//! packets waits for ARP and no `arp_ignore` of the host stands in the way. The node asks for the pod by ARP: its hardware
+//! address is the pod's to change, as the chained plugin `tuning` does.
 
 use crate::netlink::namespace::Namespace;
 use crate::netlink::{Handle, Mac, NetlinkError, address, link, neighbour, route};
@@ -45,6 +46,16 @@ impl Pair {
             pod_mac: [0x0e, f, g, h, i, j],
         }
     }
+}
+
+/// Reads the text of a hardware address.
+pub(super) fn parse_mac(text: &str) -> Option<Mac> {
+    let mut mac = Mac::default();
+    let mut parts = text.split(':');
+    for byte in &mut mac {
+        *byte = u8::from_str_radix(parts.next()?, 16).ok()?;
+    }
+    parts.next().is_none().then_some(mac)
 }
 
 /// Text of a hardware address.
@@ -140,10 +151,9 @@ impl Ends {
         ])
     }
 
-    /// Settings, route and neighbour of the host's side.
+    /// Settings and route of the host's side.
     pub(super) fn set_up_host(
         &mut self,
-        pair: &Pair,
         ifindex: u32,
         address: Ipv4Addr,
         router: Ipv4Addr,
@@ -169,18 +179,19 @@ impl Ends {
                 ],
             ),
             link::up(ifindex),
-            neighbour::replace_permanent(ifindex, IpAddr::V4(address), pair.pod_mac),
             route::replace(&to_pod),
         ])?;
         // A kernel without IPv6 has nothing to switch off.
         outcomes.into_iter().filter(|outcome| !outcome.as_ref().is_err_and(is_unknown_family)).collect()
     }
 
-    /// What is not as ADD left it; empty when all is. What a later plugin of the chain may have added is not looked at.
+    /// What is not as ADD left it; empty when all is. What a later plugin of the chain may have added is not looked at, and
+    /// the hardware address is to be the one that the chain's result has.
     pub(super) fn differences(
         &mut self,
         pair: &Pair,
         ifname: &str,
+        pod_mac: Mac,
         address: Ipv4Addr,
         router: Ipv4Addr,
     ) -> Result<Vec<String>, NetlinkError> {
@@ -194,15 +205,12 @@ impl Ends {
                 if !routes.iter().any(|route| route.destination == own && route.ifindex == Some(link.index)) {
                     found.push(format!("the node has no route to {own} over {}", pair.host));
                 }
-                if !is_permanent(&mut self.host, link.index, IpAddr::V4(address), pair.pod_mac)? {
-                    found.push(format!("the node has no permanent neighbour {address} on {}", pair.host));
-                }
             }
         }
         match self.pod.link_by_name(ifname)? {
             None => found.push(format!("the pod has no interface {ifname}")),
             Some(link) => {
-                link_differences(&format!("the pod's interface {ifname}"), &link, pair.pod_mac, &mut found);
+                link_differences(&format!("the pod's interface {ifname}"), &link, pod_mac, &mut found);
                 if !self.pod.addresses_of(link.index)?.iter().any(|found| found.net == own) {
                     found.push(format!("the pod's interface {ifname} has no address {own}"));
                 }
@@ -216,7 +224,8 @@ impl Ends {
                 if !routes.iter().filter(over).any(is_default) {
                     found.push(format!("the pod has no default route via {router}"));
                 }
-                if !is_permanent(&mut self.pod, link.index, gateway, pair.host_mac)? {
+                // With the hardware address of a device the kernel drops its neighbours; the pod asks by ARP then.
+                if pod_mac == pair.pod_mac && !is_permanent(&mut self.pod, link.index, gateway, pair.host_mac)? {
                     found.push(format!("the pod has no permanent neighbour {router} on {ifname}"));
                 }
             }
@@ -267,5 +276,9 @@ mod tests {
             assert_eq!(mac[0] & 0b11, 0b10, "locally administered, not a group");
         }
         assert_eq!(mac_text([0x0a, 1, 2, 3, 4, 0xff]), "0a:01:02:03:04:ff");
+        assert_eq!(parse_mac("0a:01:02:03:04:ff"), Some([0x0a, 1, 2, 3, 4, 0xff]));
+        for text in ["", "0a:01:02:03:04", "0a:01:02:03:04:ff:00", "0a:01:02:03:04:fg"] {
+            assert_eq!(parse_mac(text), None, "{text}");
+        }
     }
 }

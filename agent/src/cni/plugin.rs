@@ -1,26 +1,37 @@
 //! The verbs.
 
 use super::deletion_queue::{DeletionQueue, QUEUE_DIR, QueuedDel};
-use super::interface::{self, Ends, Made, Pair, mac_text};
+use super::interface::{self, Ends, Made, Pair, mac_text, parse_mac};
 use crate::api::client::{Client, ClientError};
 use crate::api::types::{
-    AddRequest, AddResponse, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse, GcRequest,
-    GcResponse, PodRef, SOCKET_PATH,
+    AddRequest, AddResponse, Behind, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse, GcRequest,
+    GcResponse, Interface, PodRef, SOCKET_PATH,
 };
 use crate::netlink::NetlinkError;
-use cistern_core::cni::plan::{DEL, Step, Undo, undo_after};
+use cistern_core::cni::plan::{self, Step, Undo, undo_after};
 use cistern_core::cni::spec::{
-    AddResult, Attached, Call, Code, Failure, NetConf, ResultInterface, VERSIONS, Verb, Version, VersionResult, verb,
+    AddResult, Attached, AttachedPair, Call, Code, Failure, NetConf, ResultInterface, Role, VERSIONS, Verb, Version,
+    VersionResult, verb,
 };
+use ipnet::Ipv4Net;
 use nix::errno::Errno;
-use std::io::{Read, Write};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io::{ErrorKind, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A runtime waits minutes for an ADD; an agent that does not answer in this time is stuck.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long an ADD waits for an agent that is starting, all its calls together. With [`AGENT_TIMEOUT`] it is below the least
+/// that runtimes give a plugin: the kubelet gives two minutes to all of a sandbox.
+const STARTING: Duration = Duration::from_secs(10);
+
+/// An agent that is starting is asked again after this long.
+const ASK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Runs the plugin on this process's environment and standard streams. Whatever happens, what is printed is JSON as the
 /// specification says, unless nobody but a person called.
@@ -58,7 +69,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn encode<T: serde::Serialize>(value: &T) -> Result<String, Failure> {
+fn encode<T: Serialize>(value: &T) -> Result<String, Failure> {
     serde_json::to_string(value).map_err(|error| Failure::new(Code::Io, format!("result: {error}")))
 }
 
@@ -87,19 +98,21 @@ fn run(
     }
     match verb {
         Verb::Add => {
-            conf.validate()?;
+            let role = conf.validate()?;
             let call = Call::parse(verb, variable)?;
-            encode(&Attachment::new(conf, call).add(*version)?)
+            encode(&Attachment::new(conf, call, role).add(*version)?)
         }
         Verb::Del => {
+            // What stopped an ADD must not stop its DEL; that of our own interface does all that any does.
+            let role = conf.role().unwrap_or(Role::Interface);
             let call = Call::parse(verb, variable)?;
-            Attachment::new(conf, call).del()?;
+            Attachment::new(conf, call, role).del()?;
             Ok(String::new())
         }
         Verb::Check => {
-            conf.validate()?;
+            let role = conf.validate()?;
             let call = Call::parse(verb, variable)?;
-            Attachment::new(conf, call).check()?;
+            Attachment::new(conf, call, role).check()?;
             Ok(String::new())
         }
         Verb::Status => status(&conf).map(|()| String::new()),
@@ -121,6 +134,19 @@ fn agent_failure(error: &ClientError) -> Failure {
         _ => Code::Decode,
     };
     Failure::new(code, error.to_string())
+}
+
+/// Whether the agent is about to serve: it is not there yet, has no pool yet, or ended in the middle of the call. One
+/// that takes the call and does not answer it is stuck instead.
+fn is_starting(error: &ClientError) -> bool {
+    match error {
+        ClientError::Unreachable { .. } => true,
+        ClientError::Broken { source, .. } => !matches!(source.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock),
+        ClientError::Refused { error, .. } => {
+            matches!(error.reason.as_str(), "held-back" | "shutting-down" | "waiting-for-pod-cidr")
+        }
+        ClientError::Malformed { .. } => false,
+    }
 }
 
 fn kernel_failure(error: &NetlinkError) -> Failure {
@@ -172,11 +198,11 @@ fn gc(conf: &NetConf) -> Result<(), Failure> {
             ifname: attachment.ifname.clone(),
         })
         .collect();
-    let mut client = client(conf);
-    let released: GcResponse =
-        client.post("/v1/cni/gc", &GcRequest { valid }).map_err(|error| agent_failure(&error))?;
+    let request = GcRequest { network: conf.name.clone(), valid };
+    let released: GcResponse = client(conf).post("/v1/cni/gc", &request).map_err(|error| agent_failure(&error))?;
     let mut errors = Vec::new();
     for attachment in released.released {
+        // In the role of an IPAM plugin there is none.
         if let Err(error) = interface::remove(&Pair::of(&attachment.container_id, &attachment.ifname)) {
             errors.push(error.to_string());
         }
@@ -188,10 +214,13 @@ fn gc(conf: &NetConf) -> Result<(), Failure> {
 struct Attachment {
     conf: NetConf,
     call: Call,
+    role: Role,
     pair: Pair,
     client: Client,
     started: jiff::Timestamp,
-    /// The call for a lease broke off: the agent may hold one for this attachment.
+    /// Until when an agent that is starting is waited for.
+    patience: Instant,
+    /// A call for a lease broke off: the agent may hold one for this attachment.
     lease_is_open: bool,
 }
 
@@ -205,18 +234,41 @@ struct Progress {
 }
 
 impl Attachment {
-    fn new(conf: NetConf, call: Call) -> Self {
+    fn new(conf: NetConf, call: Call, role: Role) -> Self {
         let pair = Pair::of(&call.container_id, &call.ifname);
         let client = client(&conf);
-        Self { conf, call, pair, client, started: jiff::Timestamp::now(), lease_is_open: false }
+        let (started, patience) = (jiff::Timestamp::now(), Instant::now() + STARTING);
+        Self { conf, call, role, pair, client, started, patience, lease_is_open: false }
     }
 
     fn add(mut self, version: Version) -> Result<AddResult, Failure> {
+        let mut progress = Progress::default();
+        if self.role == Role::Interface {
+            progress.ends = Some(self.open_ends()?);
+        }
+        for step in plan::add(self.role) {
+            if let Err(failure) = self.step(*step, &mut progress) {
+                return Err(self.undone(*step, failure));
+            }
+        }
+        let (Some(lease), mtu) = (&progress.lease, self.mtu(&progress)) else {
+            return Err(Failure::new(Code::Agent, "no lease after every step"));
+        };
+        let (pair, prefix_len) = match self.role {
+            Role::Interface => (Some(self.attached_pair(mtu)), 32),
+            Role::Ipam => (None, lease.prefix_len),
+        };
+        let address = Ipv4Net::new(lease.address, prefix_len)
+            .map_err(|error| Failure::new(Code::Decode, format!("prefix_len {prefix_len} of the lease: {error}")))?;
+        Ok(Attached { pair, address, router: lease.router, dns: self.conf.dns.take() }.result(version))
+    }
+
+    /// Opens both ends of the pair that is to be made, and refuses what can be refused before anything is asked for.
+    fn open_ends(&self) -> Result<Ends, Failure> {
         if self.conf.prev_result.as_ref().is_some_and(|result| !result.is_null()) {
             let message = "prevResult: present; expected none, since cistern-cni makes the interface and comes first";
             return Err(Failure::new(Code::UnsupportedField, message));
         }
-        let mut progress = Progress::default();
         // Nothing is asked of the agent for a namespace that is not there.
         let ends = Ends::open(&self.call.netns).map_err(|error| {
             kernel_failure(&error).with_details(format!("CNI_NETNS: {:?}; nothing was changed", self.call.netns))
@@ -226,25 +278,16 @@ impl Attachment {
                 format!("CNI_NETNS: {:?} is the node's own network namespace; expected a pod's", self.call.netns);
             return Err(Failure::new(Code::Environment, message));
         }
-        progress.ends = Some(ends);
-        for step in cistern_core::cni::plan::ADD {
-            if let Err(failure) = self.step(step, &mut progress) {
-                return Err(self.undone(step, failure));
-            }
-        }
-        let (Some(lease), mtu) = (&progress.lease, self.mtu(&progress)) else {
-            return Err(Failure::new(Code::Agent, "no lease after every step"));
-        };
-        let attached = Attached {
+        Ok(ends)
+    }
+
+    fn attached_pair(&self, mtu: u32) -> AttachedPair {
+        AttachedPair {
             host: (self.pair.host.clone(), mac_text(self.pair.host_mac)),
             pod: (self.call.ifname.clone(), mac_text(self.pair.pod_mac)),
             netns: self.call.netns.clone(),
             mtu,
-            address: lease.address,
-            router: lease.router,
-            dns: self.conf.dns.take(),
-        };
-        Ok(attached.result(version))
+        }
     }
 
     fn mtu(&self, progress: &Progress) -> u32 {
@@ -278,22 +321,46 @@ impl Attachment {
                 kernel(ends.set_up_pod(&self.pair, *pod, lease.address, lease.router))
             }
             (Step::SetUpHost, Some(ends), Some(lease), Some((host, _))) => {
-                kernel(ends.set_up_host(&self.pair, *host, lease.address, lease.router))
+                kernel(ends.set_up_host(*host, lease.address, lease.router))
             }
             (Step::Confirm, _, Some(lease), Some((host, _))) => {
-                let request = ConfirmRequest {
-                    container_id: self.call.container_id.clone(),
-                    ifname: self.call.ifname.clone(),
-                    generation: lease.generation,
+                let interface = Interface {
                     host_ifname: self.pair.host.clone(),
                     host_ifindex: *host,
                     mac: mac_text(self.pair.pod_mac),
-                    started: Some(self.started),
                 };
-                self.client.post::<_, ()>("/v1/cni/confirm", &request).map_err(|error| agent_failure(&error))
+                self.confirm(lease.generation, Behind::Pair(interface))
+            }
+            (Step::Confirm, None, Some(lease), None) => {
+                let (plugin, routed) = (self.conf.plugin.clone(), self.conf.is_routed());
+                self.confirm(lease.generation, Behind::Plugin { plugin, routed })
             }
             _ => Err(Failure::new(Code::Agent, format!("step {step:?} came before what it needs"))),
         }
+    }
+
+    /// A call of an ADD: waits for an agent that is starting. Each of them may be repeated.
+    fn ask<Q: Serialize, R: DeserializeOwned>(&mut self, path: &str, request: &Q) -> Result<R, ClientError> {
+        loop {
+            match self.client.post(path, request) {
+                Err(error) if is_starting(&error) && Instant::now() < self.patience => {
+                    self.lease_is_open |= error.may_have_happened();
+                    std::thread::sleep(ASK_AGAIN);
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    fn confirm(&mut self, generation: u64, interface: Behind) -> Result<(), Failure> {
+        let request = ConfirmRequest {
+            container_id: self.call.container_id.clone(),
+            ifname: self.call.ifname.clone(),
+            generation,
+            interface,
+            started: Some(self.started),
+        };
+        self.ask("/v1/cni/confirm", &request).map_err(|error| agent_failure(&error))
     }
 
     fn lease(&mut self) -> Result<AddResponse, Failure> {
@@ -302,11 +369,12 @@ impl Attachment {
             container_id: self.call.container_id.clone(),
             ifname: self.call.ifname.clone(),
             netns: self.call.netns.clone(),
+            network: Some(self.conf.name.clone()),
             pod,
             started: Some(self.started),
         };
-        self.client.post("/v1/cni/add", &request).map_err(|error| {
-            self.lease_is_open = error.may_have_happened();
+        self.ask("/v1/cni/add", &request).map_err(|error| {
+            self.lease_is_open |= error.may_have_happened();
             agent_failure(&error).with_details("no address was given; pods that run are not affected")
         })
     }
@@ -314,7 +382,7 @@ impl Attachment {
     /// Takes back what the steps up to `step` did. What cannot be taken back is in the details.
     fn undone(&mut self, step: Step, failure: Failure) -> Failure {
         // An agent that refused, or was not there, holds no lease for this ADD.
-        let undo = if step == Step::Lease && !self.lease_is_open { Vec::new() } else { undo_after(step) };
+        let undo = if step == Step::Lease && !self.lease_is_open { Vec::new() } else { undo_after(self.role, step) };
         let errors: Vec<String> =
             undo.into_iter().filter_map(|undo| self.undo_or_queue(undo).err()).map(|f| f.message).collect();
         if errors.is_empty() {
@@ -349,7 +417,8 @@ impl Attachment {
 
     /// Runs every step and tells every failure.
     fn del(mut self) -> Result<(), Failure> {
-        let mut failures = DEL.into_iter().filter_map(|undo| self.undo_or_queue(undo).err());
+        let steps = plan::del(self.role).iter();
+        let mut failures = steps.filter_map(|undo| self.undo_or_queue(*undo).err());
         let Some(first) = failures.next() else { return Ok(()) };
         let rest: Vec<String> = failures.map(|failure| failure.message).collect();
         Err(first.with_details(rest.join("; ")))
@@ -388,31 +457,38 @@ impl Attachment {
             }
             Err(error) => return Err(agent_failure(&error)),
         };
-        let mut differences = self.unlike(&previous, &held);
-        let mut ends = Ends::open(&self.call.netns).map_err(|error| kernel_failure(&error))?;
-        let found = ends
-            .differences(&self.pair, &self.call.ifname, held.address, held.router)
-            .map_err(|error| kernel_failure(&error))?;
-        differences.extend(found);
-        if held.host_ifname.is_none() {
-            differences.push("the agent holds a lease that was never confirmed".to_owned());
-        }
-        if differences.is_empty() { Ok(()) } else { Err(Failure::new(Code::Difference, differences.join("; "))) }
-    }
-
-    /// Where the result of ADD says something else than the agent.
-    fn unlike(&self, previous: &AddResult, held: &CheckResponse) -> Vec<String> {
         let mut differences = Vec::new();
         let address = std::net::IpAddr::V4(held.address);
         if !previous.ips.iter().any(|ip| ip.address.addr() == address) {
             differences.push(format!("prevResult does not name {address}, which the agent holds for this interface"));
         }
-        let is_pods = |interface: &ResultInterface| {
+        // In the role of an IPAM plugin the interface is the other plugin's to check.
+        if self.role == Role::Interface {
+            differences.extend(self.interface_differences(&previous, &held)?);
+        }
+        if held.interface.is_none() {
+            differences.push("the agent holds a lease that was never confirmed".to_owned());
+        }
+        if differences.is_empty() { Ok(()) } else { Err(Failure::new(Code::Difference, differences.join("; "))) }
+    }
+
+    /// Where the interface is not as the chain's result says.
+    fn interface_differences(&self, previous: &AddResult, held: &CheckResponse) -> Result<Vec<String>, Failure> {
+        let is_pods = |interface: &&ResultInterface| {
             interface.name == self.call.ifname && interface.sandbox.as_ref() == Some(&self.call.netns)
         };
-        if !previous.interfaces.iter().any(is_pods) {
-            differences.push(format!("prevResult does not name {} in {}", self.call.ifname, self.call.netns));
+        let mut differences = Vec::new();
+        let mut pod_mac = self.pair.pod_mac;
+        match previous.interfaces.iter().find(is_pods) {
+            None => differences.push(format!("prevResult does not name {} in {}", self.call.ifname, self.call.netns)),
+            // A later plugin of the chain may have given it another hardware address.
+            Some(interface) => pod_mac = interface.mac.as_deref().and_then(parse_mac).unwrap_or(pod_mac),
         }
-        differences
+        let mut ends = Ends::open(&self.call.netns).map_err(|error| kernel_failure(&error))?;
+        let found = ends
+            .differences(&self.pair, &self.call.ifname, pod_mac, held.address, held.router)
+            .map_err(|error| kernel_failure(&error))?;
+        differences.extend(found);
+        Ok(differences)
     }
 }

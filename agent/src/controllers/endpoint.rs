@@ -16,7 +16,7 @@ use crate::tables::{Reader, Table, Waits};
 use cistern_core::ip::Family;
 use cistern_core::ipam::audit::{self, Audit, HostLink, Namespace, Seen};
 use cistern_core::ipam::lease::{
-    AddError, AddRequest, Attachment, Change, ConfirmError, Exclusion, ExpirationIds, Granted, Interface, LeaseState,
+    AddError, AddRequest, Attachment, Behind, Change, ConfirmError, Exclusion, ExpirationIds, Granted, LeaseState,
     Leases, Network, Outcome, Owed, OwnerError, OwnerLease, OwnerRequest, PodLease, Record, RecordKey, RecordTimes,
     Restored, Row, Timings,
 };
@@ -106,9 +106,9 @@ type Reply<T> = oneshot::Sender<Result<T, EndpointError>>;
 
 enum Command {
     Add(AddRequest, Reply<Granted>),
-    Confirm(Attachment, u64, Interface, Reply<()>),
+    Confirm(Attachment, u64, Behind, Reply<()>),
     Del(Attachment, Option<Timestamp>, Reply<Option<PodLease>>),
-    Collect(BTreeSet<Attachment>, Reply<Vec<PodLease>>),
+    Collect(String, BTreeSet<Attachment>, Reply<Vec<PodLease>>),
     Check(Attachment, Reply<Option<(PodLease, Addresses)>>),
     Allocate(OwnerRequest, Reply<Vec<OwnerLease>>),
     AllocateAddress(IpAddr, String, String, Reply<OwnerLease>),
@@ -154,7 +154,7 @@ impl Endpoints {
         &self,
         attachment: Attachment,
         generation: u64,
-        interface: Interface,
+        interface: Behind,
     ) -> Result<(), EndpointError> {
         self.ask(|reply| Command::Confirm(attachment, generation, interface, reply)).await
     }
@@ -179,8 +179,8 @@ impl Endpoints {
     ///
     /// # Errors
     /// See [`EndpointError`].
-    pub async fn collect(&self, valid: BTreeSet<Attachment>) -> Result<Vec<PodLease>, EndpointError> {
-        self.ask(|reply| Command::Collect(valid, reply)).await
+    pub async fn collect(&self, network: String, valid: BTreeSet<Attachment>) -> Result<Vec<PodLease>, EndpointError> {
+        self.ask(|reply| Command::Collect(network, valid, reply)).await
     }
 
     /// See [`Leases::check`]; the router addresses beside it.
@@ -468,9 +468,10 @@ impl Task {
         let leased: BTreeSet<String> = self
             .leases
             .pods()
-            .map(|lease| match &lease.state {
-                LeaseState::Confirmed { interface, .. } => interface.host_ifname.clone(),
-                LeaseState::Provisional { .. } => (self.parts.host_side)(&lease.attachment),
+            .filter_map(|lease| match &lease.state {
+                LeaseState::Confirmed { interface: Behind::Pair(pair), .. } => Some(pair.host_ifname.clone()),
+                LeaseState::Confirmed { interface: Behind::Plugin { .. }, .. } => None,
+                LeaseState::Provisional { .. } => Some((self.parts.host_side)(&lease.attachment)),
             })
             .collect();
         let held: BTreeSet<Ipv4Addr> = self.leases.pods().filter_map(|lease| lease.addresses.ipv4).collect();
@@ -590,8 +591,8 @@ impl Task {
                 self.publish();
                 let _ = reply.send(answer);
             }
-            Command::Collect(valid, reply) => {
-                let outcome = self.leases.collect(&valid, now);
+            Command::Collect(network, valid, reply) => {
+                let outcome = self.leases.collect(&network, &valid, now);
                 for lease in &outcome.answer {
                     self.forget(lease);
                 }
@@ -669,17 +670,16 @@ impl Task {
         &mut self,
         attachment: &Attachment,
         generation: u64,
-        interface: Interface,
+        interface: Behind,
         now: Timestamp,
     ) -> Result<(), EndpointError> {
-        let ifindex = interface.host_ifindex;
         // Checked before the datapath is told: a confirmation that is refused must leave no trace there.
         if let Some(lease) = self.leases.check(attachment, now)
             && lease.generation == generation
             && let (Some(address), Some(map)) = (lease.addresses.ipv4, self.parts.map.as_mut())
+            && let Some(entry) = endpoint(&interface)
         {
-            map.insert(address, EndpointEntry { ifindex, no_masquerade: false })
-                .map_err(|reason| EndpointError::Datapath { address, reason })?;
+            map.insert(address, entry).map_err(|reason| EndpointError::Datapath { address, reason })?;
         }
         let outcome = self.leases.confirm(attachment, generation, interface, now);
         let answer = self.durable(outcome).and_then(|answer| Ok(answer.map(|_| ())?));
@@ -697,14 +697,28 @@ impl Task {
         }
         let unrecorded = self.unrecorded();
         self.parts.held.publish(BTreeMap::from([((), self.leases.holds_any() || !unrecorded.is_empty())]));
-        let unrecorded = unrecorded.into_iter().map(|(address, (_, ifindex))| (address, ifindex));
+        let unrecorded = unrecorded.into_iter().map(|(address, (_, ifindex))| (address, entry(ifindex)));
         let leased = self.leases.pods().filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
-            (LeaseState::Confirmed { interface, .. }, Some(address)) => Some((address, interface.host_ifindex)),
+            (LeaseState::Confirmed { interface, .. }, Some(address)) => Some((address, endpoint(interface)?)),
             _ => None,
         });
-        let entry = |(address, ifindex)| (address, EndpointEntry { ifindex, no_masquerade: false });
-        self.parts.endpoints.publish(unrecorded.chain(leased).map(entry).collect());
+        self.parts.endpoints.publish(unrecorded.chain(leased).collect());
     }
+}
+
+/// What the kernel programs know of a pod. One that another plugin attached has no device of ours; one whose packets do
+/// not pass this node's routing is left unknown, so that its packets pass unchanged where they leave.
+fn endpoint(interface: &Behind) -> Option<EndpointEntry> {
+    let ifindex = match interface {
+        Behind::Pair(pair) => pair.host_ifindex,
+        Behind::Plugin { routed: true, .. } => 0,
+        Behind::Plugin { routed: false, .. } => return None,
+    };
+    Some(entry(ifindex))
+}
+
+fn entry(ifindex: u32) -> EndpointEntry {
+    EndpointEntry { ifindex, no_masquerade: false }
 }
 
 /// The family that a call by owner text names; none for every family that is on.

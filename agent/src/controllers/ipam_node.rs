@@ -172,16 +172,19 @@ fn blocked(input: &Input<'_>, pod_cidr: Ipv4Net) -> Option<String> {
     Some(format!("{overlap}: {fix}"))
 }
 
-/// Networks of the node itself that one of these ranges overlaps. The loopback device holds the router address, and an
-/// address of its own (/32) is no network.
+/// Networks of the node itself that one of these ranges overlaps. An address of its own (/32) is no network. The loopback
+/// device holds the router address; another device that has it too is the bridge of a plugin that gets its addresses
+/// from us, and its network is the pod CIDR.
 #[must_use]
 pub fn overlaps_of(network: &NetworkRow, ranges: &[Ipv4Net]) -> Vec<Overlap> {
-    let networks: Vec<(IpNet, String)> = network
-        .links
-        .values()
-        .filter(|link| !link.loopback)
+    let (loopback, others): (Vec<_>, Vec<_>) = network.links.values().partition(|link| link.loopback);
+    let is_router = |address: &IpNet| {
+        loopback.iter().flat_map(|link| &link.addresses).any(|router| router.addr() == address.addr())
+    };
+    let networks: Vec<(IpNet, String)> = others
+        .iter()
         .flat_map(|link| link.addresses.iter().map(|address| (*address, format!("device {} of this node", link.name))))
-        .filter(|(address, _)| address.prefix_len() < address.max_prefix_len())
+        .filter(|(address, _)| address.prefix_len() < address.max_prefix_len() && !is_router(address))
         .collect();
     let ranges: Vec<IpNet> = ranges.iter().copied().map(IpNet::V4).collect();
     find_overlaps(&ranges, &networks)
@@ -245,6 +248,18 @@ mod tests {
         let peers = peers(&[("n1", &["10.244.1.0/24"]), ("n2", &["10.244.0.0/23"])]);
         let wait = of_cilium_node("n1", &peers).wait.unwrap();
         assert!(wait.contains("n2") && wait.contains("10.244.0.0/23"), "{wait}");
+    }
+
+    #[test]
+    fn a_bridge_with_the_router_address_is_no_network_of_the_node() {
+        let mut network = network("10.244.1.7/24");
+        let ranges = ["10.244.0.0/16".parse().unwrap()];
+        assert_eq!(overlaps_of(&network, &ranges).len(), 1);
+        let mut loopback = network.links[&2].clone();
+        loopback.loopback = true;
+        loopback.addresses = vec!["127.0.0.1/8".parse().unwrap(), "10.244.1.7/32".parse().unwrap()];
+        network.links.insert(1, loopback);
+        assert_eq!(overlaps_of(&network, &ranges), []);
     }
 
     #[test]

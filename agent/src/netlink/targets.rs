@@ -23,11 +23,15 @@ impl Routes {
     }
 }
 
+/// Metric of the end of the own pod CIDR: behind the route of a bridge that has the same prefix, as another plugin makes it
+/// that gets its addresses from us.
+const END_METRIC: u32 = 4096;
+
 fn as_route(destination: Ipv4Net, target: RouteTarget) -> route::Route {
     let destination = IpNet::V4(destination);
     match target {
         RouteTarget::Via { gateway, ifindex } => route::Route::via(destination, IpAddr::V4(gateway), ifindex),
-        RouteTarget::Unreachable => route::Route::unreachable(destination),
+        RouteTarget::Unreachable => route::Route { metric: END_METRIC, ..route::Route::unreachable(destination) },
     }
 }
 

@@ -6,10 +6,12 @@
 //! * [`cluster`]: a real Kubernetes cluster on this machine.
 //! * [`demo`]: the story that `cargo xtask demo` tells.
 //! * [`probe`]: both ends of the traffic that tests and demo look at.
+//! * [`runtime`]: a container runtime, as far as it calls CNI plugins.
 
 pub mod apiserver;
 pub mod cluster;
 pub mod demo;
 pub mod lab;
 pub mod probe;
+pub mod runtime;
 pub mod script;

@@ -1,7 +1,9 @@
 //! The ordered steps of ADD, each with its inverse.
 //!
-//! ADD runs its steps in order; when one fails, the inverses of those before it (and of the one that failed, which may
+//! In the role of an IPAM plugin only the steps with the agent remain. ADD runs its steps in order; when one fails, the inverses of those before it (and of the one that failed, which may
 //! have had a part of its effect) run in reverse. DEL runs the inverse of every step and goes on after a failure.
+
+use super::spec::Role;
 
 /// One step of ADD.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,9 +15,9 @@ pub enum Step {
     MakePair,
     /// Address, routes and neighbour of the pod's side.
     SetUpPod,
-    /// Settings, route and neighbour of the host's side.
+    /// Settings and route of the host's side.
     SetUpHost,
-    /// The agent confirms the lease; the datapath knows the pod.
+    /// The agent confirms the lease; the datapath knows the pod, unless its packets do not pass the node's routing.
     Confirm,
 }
 
@@ -29,10 +31,22 @@ pub enum Undo {
 }
 
 /// ADD.
-pub const ADD: [Step; 5] = [Step::Lease, Step::MakePair, Step::SetUpPod, Step::SetUpHost, Step::Confirm];
+#[must_use]
+pub fn add(role: Role) -> &'static [Step] {
+    match role {
+        Role::Interface => &[Step::Lease, Step::MakePair, Step::SetUpPod, Step::SetUpHost, Step::Confirm],
+        Role::Ipam => &[Step::Lease, Step::Confirm],
+    }
+}
 
 /// DEL: the device first, so that nothing sends from an address that may be given again.
-pub const DEL: [Undo; 2] = [Undo::RemovePair, Undo::Release];
+#[must_use]
+pub fn del(role: Role) -> &'static [Undo] {
+    match role {
+        Role::Interface => &[Undo::RemovePair, Undo::Release],
+        Role::Ipam => &[Undo::Release],
+    }
+}
 
 impl Step {
     /// What takes this step back; none when there is nothing to take back.
@@ -49,10 +63,11 @@ impl Step {
 
 /// What to run after `failed` failed: in reverse, each once.
 #[must_use]
-pub fn undo_after(failed: Step) -> Vec<Undo> {
-    let reached = ADD.iter().position(|step| *step == failed).map_or(ADD.len(), |position| position + 1);
+pub fn undo_after(role: Role, failed: Step) -> Vec<Undo> {
+    let steps = add(role);
+    let reached = steps.iter().position(|step| *step == failed).map_or(steps.len(), |position| position + 1);
     let mut undo = Vec::new();
-    for inverse in ADD.iter().take(reached).rev().filter_map(|step| step.inverse()) {
+    for inverse in steps.iter().take(reached).rev().filter_map(|step| step.inverse()) {
         // The lease goes back last: a device must not be left with an address that another pod may get.
         undo.retain(|other| *other != inverse);
         undo.push(inverse);
@@ -66,13 +81,16 @@ mod tests {
 
     #[test]
     fn whatever_fails_the_lease_goes_back_and_goes_back_last() {
-        for step in ADD {
-            let undo = undo_after(step);
-            assert_eq!(undo.last(), Some(&Undo::Release), "{step:?}");
-            let made =
-                ADD.iter().position(|other| *other == step) >= ADD.iter().position(|other| *other == Step::MakePair);
-            assert_eq!(undo.contains(&Undo::RemovePair), made, "{step:?}");
-            assert!(undo.len() <= 2, "{step:?}: each once");
+        for role in [Role::Interface, Role::Ipam] {
+            let position = |wanted| add(role).iter().position(|step| *step == wanted);
+            for step in add(role) {
+                let undo = undo_after(role, *step);
+                assert_eq!(undo.last(), Some(&Undo::Release), "{role:?} {step:?}");
+                let made = position(Step::MakePair).is_some_and(|make| position(*step) >= Some(make));
+                assert_eq!(undo.contains(&Undo::RemovePair), made, "{role:?} {step:?}");
+                assert!(undo.iter().all(|undo| del(role).contains(undo)), "{role:?} {step:?}: DEL does it too");
+                assert!(undo.len() <= 2, "{role:?} {step:?}: each once");
+            }
         }
     }
 }

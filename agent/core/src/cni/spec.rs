@@ -172,6 +172,15 @@ pub fn verb(command: &str) -> Result<Verb, Failure> {
         })
 }
 
+/// What the plugin is called for (`architecture` decision 16).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// `type` names us: address and interface.
+    Interface,
+    /// `ipam.type` names us, `type` another plugin, which makes the interface and calls us for its address.
+    Ipam,
+}
+
 /// The network configuration as it comes on standard input (section 1). Keys of others are left alone.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -182,13 +191,13 @@ pub struct NetConf {
     /// Name of the network.
     #[serde(default)]
     pub name: String,
-    /// The plugin; ours names us.
+    /// The plugin that makes the interface.
     #[serde(default, rename = "type")]
     pub plugin: String,
     /// MTU of the pod's interface in bytes; without it the agent says.
     #[serde(default)]
     pub mtu: Option<u32>,
-    /// The IPAM plugin; Cistern allocates by itself.
+    /// The IPAM plugin. None beside us as interface plugin, since Cistern allocates by itself.
     #[serde(default)]
     pub ipam: Option<IpamConf>,
     /// Result of the plugins before, or of ADD.
@@ -232,6 +241,10 @@ pub struct ValidAttachment {
 /// Names under which the plugin is called.
 const NAMES: [&str; 2] = ["cistern-cni", "cilium-cni"];
 
+/// Plugins whose pods are on an outside network themselves: packets of theirs may leave by a device of the node, but never
+/// pass its routing, so an answer to the node's address would not find back to the pod.
+const BESIDE_THE_NODE: [&str; 4] = ["host-device", "ipvlan", "macvlan", "vlan"];
+
 impl NetConf {
     /// Reads standard input.
     ///
@@ -270,11 +283,44 @@ impl NetConf {
         })
     }
 
-    /// Checks what ADD needs (section 1, and `architecture` decision 16).
+    /// Which role this configuration calls for.
+    ///
+    /// # Errors
+    /// The field, its value and what was expected, when it names us in neither place or in both.
+    pub fn role(&self) -> Result<Role, Failure> {
+        let is_ours = |name: &str| NAMES.contains(&name);
+        let ipam = self.ipam.as_ref().map_or("", |ipam| ipam.plugin.as_str());
+        let message = match (is_ours(&self.plugin), is_ours(ipam)) {
+            (true, false) if ipam.is_empty() => return Ok(Role::Interface),
+            (false, true) => return Ok(Role::Ipam),
+            (true, true) => {
+                format!("ipam.type: {ipam:?} beside type {:?}; expected the name in one of the two", self.plugin)
+            }
+            (true, false) => format!(
+                "ipam.type: {ipam:?}; expected none: the addresses come from the Cistern agent (delegation is ipam mode \
+                 delegated-plugin)"
+            ),
+            (false, false) => format!(
+                "type: {:?}, ipam.type: {ipam:?}; expected one of {} in one of the two",
+                self.plugin,
+                NAMES.join(", ")
+            ),
+        };
+        Err(Failure::new(Code::UnsupportedField, message))
+    }
+
+    /// Whether packets of the pod pass the routing of the node, and so may leave under its address. So it is with our
+    /// interfaces, and with those of plugins such as `bridge` and `ptp`.
+    #[must_use]
+    pub fn is_routed(&self) -> bool {
+        !BESIDE_THE_NODE.contains(&self.plugin.as_str())
+    }
+
+    /// Checks what ADD needs (section 1, and `architecture` decision 16), and tells the role.
     ///
     /// # Errors
     /// The field, its value and what was expected.
-    pub fn validate(&self) -> Result<(), Failure> {
+    pub fn validate(&self) -> Result<Role, Failure> {
         let name = &self.name;
         if !name.starts_with(|first: char| first.is_ascii_alphanumeric())
             || !name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-'))
@@ -282,31 +328,12 @@ impl NetConf {
             let message = format!("name: {name:?}; expected a network name of letters, digits, '_', '.' and '-'");
             return Err(Failure::new(Code::Configuration, message));
         }
-        if let Some(ipam) = self.ipam.as_ref().filter(|ipam| !ipam.plugin.is_empty()) {
-            let ours = NAMES.contains(&self.plugin.as_str());
-            let message = if ours && NAMES.contains(&ipam.plugin.as_str()) {
-                format!(
-                    "ipam.type: {:?} beside type {:?}; expected the name in one of the two",
-                    ipam.plugin, self.plugin
-                )
-            } else if ours {
-                format!(
-                    "ipam.type: {:?}; expected none: the addresses come from the Cistern agent (delegation is ipam mode \
-                     delegated-plugin)",
-                    ipam.plugin
-                )
-            } else {
-                format!(
-                    "type: {:?} with ipam.type {:?}; expected type cistern-cni, which makes the interface too",
-                    self.plugin, ipam.plugin
-                )
-            };
-            return Err(Failure::new(Code::UnsupportedField, message));
-        }
-        if let Some(mtu) = self.mtu.filter(|mtu| !(576..=65_535).contains(mtu)) {
+        let role = self.role()?;
+        // The MTU is that of whoever makes the interface.
+        if let Some(mtu) = self.mtu.filter(|mtu| role == Role::Interface && !(576..=65_535).contains(mtu)) {
             return Err(Failure::new(Code::Configuration, format!("mtu: {mtu}; expected 576 to 65535")));
         }
-        Ok(())
+        Ok(role)
     }
 
     /// What GC must leave.
@@ -446,8 +473,8 @@ pub struct ResultRoute {
 pub struct AddResult {
     /// Version of this object.
     pub cni_version: String,
-    /// Host side first.
-    #[serde(default)]
+    /// Host side first. An IPAM plugin has none to tell of.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub interfaces: Vec<ResultInterface>,
     /// Addresses.
     #[serde(default)]
@@ -463,6 +490,20 @@ pub struct AddResult {
 /// What ADD made.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Attached {
+    /// The pair; none in the role of an IPAM plugin.
+    pub pair: Option<AttachedPair>,
+    /// The pod's address. With its interface ours it is alone on it; another plugin needs the prefix that the gateway is
+    /// in, since it puts routes through that gateway.
+    pub address: ipnet::Ipv4Net,
+    /// Its gateway.
+    pub router: std::net::Ipv4Addr,
+    /// DNS settings as configured.
+    pub dns: Option<Value>,
+}
+
+/// The pair that ADD made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AttachedPair {
     /// Host side: name and hardware address.
     pub host: (String, String),
     /// Pod side: name and hardware address.
@@ -471,35 +512,33 @@ pub struct Attached {
     pub netns: String,
     /// MTU of both sides in bytes.
     pub mtu: u32,
-    /// The pod's address.
-    pub address: std::net::Ipv4Addr,
-    /// Its gateway.
-    pub router: std::net::Ipv4Addr,
-    /// DNS settings as configured.
-    pub dns: Option<Value>,
+}
+
+impl AttachedPair {
+    fn interfaces(&self, version: Version) -> Vec<ResultInterface> {
+        let mtu = (version >= Version::V1_1_0).then_some(self.mtu);
+        let interface = |(name, mac): &(String, String), sandbox| ResultInterface {
+            name: name.clone(),
+            mac: Some(mac.clone()),
+            mtu,
+            sandbox,
+        };
+        vec![interface(&self.host, None), interface(&self.pod, Some(self.netns.clone()))]
+    }
 }
 
 impl Attached {
     /// The result in a version's form.
     #[must_use]
     pub fn result(&self, version: Version) -> AddResult {
-        let mtu = (version >= Version::V1_1_0).then_some(self.mtu);
         let router = IpAddr::V4(self.router);
         AddResult {
             cni_version: version.name().to_owned(),
-            interfaces: vec![
-                ResultInterface { name: self.host.0.clone(), mac: Some(self.host.1.clone()), mtu, sandbox: None },
-                ResultInterface {
-                    name: self.pod.0.clone(),
-                    mac: Some(self.pod.1.clone()),
-                    mtu,
-                    sandbox: Some(self.netns.clone()),
-                },
-            ],
+            interfaces: self.pair.as_ref().map(|pair| pair.interfaces(version)).unwrap_or_default(),
             ips: vec![ResultIp {
                 version: (version < Version::V1_0_0).then(|| "4".to_owned()),
-                interface: Some(1),
-                address: IpNet::from(IpAddr::V4(self.address)),
+                interface: self.pair.as_ref().map(|_| 1),
+                address: IpNet::V4(self.address),
                 gateway: Some(router),
             }],
             routes: vec![ResultRoute { dst: default_route(), gw: Some(router) }],
@@ -603,24 +642,38 @@ mod tests {
         assert_eq!(code(r#"{"name":"n","type":"cistern-cni"}"#).0, 1);
         assert_eq!(code(r#"{"cniVersion":"1.0.0","name":"","type":"cistern-cni"}"#).0, 7);
         assert_eq!(code(r#"{"cniVersion":"1.0.0","name":"n","type":"cistern-cni","mtu":100}"#).0, 7);
-        for (plugin, ipam) in [("cistern-cni", "cistern-cni"), ("cistern-cni", "host-local"), ("bridge", "cistern-cni")]
-        {
-            let text = format!(r#"{{"cniVersion":"1.0.0","name":"n","type":"{plugin}","ipam":{{"type":"{ipam}"}}}}"#);
-            let (number, message) = code(&text);
-            assert_eq!(number, 2, "{text}");
+        let named = |plugin: &str, ipam: &str| {
+            format!(r#"{{"cniVersion":"1.0.0","name":"n","mtu":64,"type":"{plugin}","ipam":{{"type":"{ipam}"}}}}"#)
+        };
+        for (plugin, ipam) in [
+            ("cistern-cni", "cistern-cni"),
+            ("cilium-cni", "cistern-cni"),
+            ("cistern-cni", "host-local"),
+            ("bridge", "host-local"),
+        ] {
+            let (number, message) = code(&named(plugin, ipam));
+            assert_eq!(number, 2, "{message}");
             assert!(message.contains(ipam), "{message}");
         }
-        assert_eq!(refused(r#"{"cniVersion":"1.0.0","name":"n","type":"cistern-cni","ipam":{},"others":1}"#), Ok(()));
+        assert_eq!(code(r#"{"cniVersion":"1.0.0","name":"n","type":"bridge"}"#).0, 2);
+        let ours = r#"{"cniVersion":"1.0.0","name":"n","type":"cistern-cni","ipam":{},"others":1}"#;
+        assert_eq!(refused(ours), Ok(Role::Interface));
+        for (plugin, ipam, routed) in [("bridge", "cistern-cni", true), ("macvlan", "cilium-cni", false)] {
+            assert_eq!(refused(&named(plugin, ipam)), Ok(Role::Ipam), "whatever its MTU");
+            assert_eq!(NetConf::parse(named(plugin, ipam).as_bytes()).unwrap().is_routed(), routed);
+        }
     }
 
     #[test]
     fn a_result_has_the_form_of_its_version() {
         let attached = Attached {
-            host: ("cst1".into(), "0a:00:00:00:00:01".into()),
-            pod: ("eth0".into(), "0a:00:00:00:00:02".into()),
-            netns: "/run/netns/p".into(),
-            mtu: 1400,
-            address: "10.244.1.5".parse().unwrap(),
+            pair: Some(AttachedPair {
+                host: ("cst1".into(), "0a:00:00:00:00:01".into()),
+                pod: ("eth0".into(), "0a:00:00:00:00:02".into()),
+                netns: "/run/netns/p".into(),
+                mtu: 1400,
+            }),
+            address: "10.244.1.5/32".parse().unwrap(),
             router: "10.244.1.1".parse().unwrap(),
             dns: None,
         };
@@ -635,5 +688,11 @@ mod tests {
         assert_eq!(new["ips"][0]["interface"], 1);
         assert_eq!(new["routes"][0]["dst"], "0.0.0.0/0");
         assert_eq!(new["interfaces"][0].get("sandbox"), None);
+
+        let address_alone = Attached { pair: None, address: "10.244.1.5/24".parse().unwrap(), ..attached };
+        let ipam = serde_json::to_value(address_alone.result(Version::V1_0_0)).unwrap();
+        assert_eq!(ipam.get("interfaces"), None);
+        assert_eq!(ipam["ips"], serde_json::json!([{"address": "10.244.1.5/24", "gateway": "10.244.1.1"}]));
+        assert_eq!(ipam["routes"], serde_json::json!([{"dst": "0.0.0.0/0", "gw": "10.244.1.1"}]));
     }
 }

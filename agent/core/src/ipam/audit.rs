@@ -16,7 +16,7 @@
 //! A lease that no pod has ends within [`EVERY`] + [`GRACE`] + [`EVERY`] of its pod's end.
 
 use super::later;
-use super::lease::{Attachment, LeaseState, PodLease};
+use super::lease::{Attachment, Behind, LeaseState, PodLease};
 use jiff::Timestamp;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -212,7 +212,9 @@ fn compare<'a>(leases: impl Iterator<Item = &'a PodLease>, seen: &Seen<'_>) -> B
     let mut leased = BTreeSet::new();
     for lease in leases {
         let link = match &lease.state {
-            LeaseState::Confirmed { interface, .. } => interface.host_ifname.clone(),
+            LeaseState::Confirmed { interface: Behind::Pair(pair), .. } => pair.host_ifname.clone(),
+            // Not known by name, so it is not known to be gone: the lease stays until DEL or GC.
+            LeaseState::Confirmed { interface: Behind::Plugin { .. }, .. } => continue,
             // Its ADD may be under way; without it, it ends by itself.
             LeaseState::Provisional { .. } => {
                 leased.insert((seen.host_side)(&lease.attachment));
@@ -263,9 +265,10 @@ mod tests {
     }
 
     fn lease(confirmed: bool) -> PodLease {
-        let interface = Interface { host_ifname: LINK.to_owned(), host_ifindex: 7, mac: String::new() };
+        let interface = Behind::Pair(Interface { host_ifname: LINK.to_owned(), host_ifindex: 7, mac: String::new() });
         PodLease {
             attachment: Attachment { container_id: "c".to_owned(), ifname: "eth0".to_owned() },
+            network: None,
             pod: None,
             netns: "/run/netns/c".to_owned(),
             pool: "default".to_owned(),
@@ -317,10 +320,13 @@ mod tests {
         let all = looks(Some(&lease(false)), Namespace::Gone, &[], 20);
         assert_eq!(all[19], Audited::default(), "an unfinished one ends by its own time");
         let mut foreign = confirmed;
-        if let LeaseState::Confirmed { interface, .. } = &mut foreign.state {
-            interface.host_ifname = "veth7".to_owned();
+        if let LeaseState::Confirmed { interface: Behind::Pair(pair), .. } = &mut foreign.state {
+            pair.host_ifname = "veth7".to_owned();
         }
         assert_eq!(looks(Some(&foreign), Namespace::Gone, &[], 20)[19], Audited::default(), "not our device");
+        let interface = Behind::Plugin { plugin: "bridge".to_owned(), routed: true };
+        foreign.state = LeaseState::Confirmed { since: at(0), interface };
+        assert_eq!(looks(Some(&foreign), Namespace::Gone, &[], 20)[19], Audited::default(), "another plugin's");
     }
 
     #[test]

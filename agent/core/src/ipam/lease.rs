@@ -93,6 +93,31 @@ pub struct Interface {
     pub mac: String,
 }
 
+/// What the address of a confirmed lease is behind.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Behind {
+    /// A pair that `cistern-cni` made.
+    Pair(Interface),
+    /// An interface that another plugin makes with this address.
+    Plugin {
+        /// That plugin.
+        plugin: String,
+        /// Packets of the pod pass this node's routing, so the datapath must know the pod: it may leave under the
+        /// node's address.
+        routed: bool,
+    },
+}
+
+impl fmt::Display for Behind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Pair(interface) => f.write_str(&interface.host_ifname),
+            Self::Plugin { plugin, .. } => write!(f, "an interface of plugin {plugin}"),
+        }
+    }
+}
+
 /// How far a pod lease has come.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -104,12 +129,12 @@ pub enum LeaseState {
         /// When it ends unless it is confirmed before.
         expires: Timestamp,
     },
-    /// The interface exists.
+    /// The interface exists, or another plugin is about to make it.
     Confirmed {
         /// When that was said.
         since: Timestamp,
         /// The interface.
-        interface: Interface,
+        interface: Behind,
     },
 }
 
@@ -118,6 +143,10 @@ pub enum LeaseState {
 pub struct PodLease {
     /// Whose it is; the only key it is released by.
     pub attachment: Attachment,
+    /// Name of the network that it was attached to: a runtime collects the garbage of one network at a time. A lease
+    /// without it is never garbage.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<String>,
     /// The pod, where the runtime named it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<Pod>,
@@ -587,6 +616,8 @@ pub enum Finding {
 pub struct AddRequest {
     /// What it is for.
     pub attachment: Attachment,
+    /// Name of the network, if the plugin said so.
+    pub network: Option<String>,
     /// The pod, where the runtime named it.
     pub pod: Option<Pod>,
     /// Path of the pod's network namespace.
@@ -953,9 +984,11 @@ impl Leases {
 
     /// Takes over what the node was given. Live leases keep their addresses; new ones come from the new CIDR. The same
     /// network again changes nothing.
-    pub fn set_network(&mut self, network: Network, now: Timestamp, draw: u64) -> Outcome<Vec<Finding>> {
+    pub fn set_network(&mut self, mut network: Network, now: Timestamp, draw: u64) -> Outcome<Vec<Finding>> {
         let mut changes = self.expire(now);
         let mut findings = Vec::new();
+        // Plugins that get their addresses from us put the gateway on devices of their own. It is the router's still.
+        network.exclusions.retain(|exclusion| self.router.values().all(|router| router.address != exclusion.address));
         if self.network == network {
             return Outcome { answer: findings, changes };
         }
@@ -1121,7 +1154,7 @@ impl Leases {
         draw: u64,
         changes: &mut Vec<Change>,
     ) -> Result<Granted, AddError> {
-        let AddRequest { attachment, pod, netns, started } = request;
+        let AddRequest { attachment, network, pod, netns, started } = request;
         if let Some(tombstone) = self.tombstones.get(&attachment)
             && started.is_none_or(|started| started <= tombstone.since)
         {
@@ -1130,6 +1163,7 @@ impl Leases {
         let router = self.router();
         if let Some(lease) = self.pods.get_mut(&attachment) {
             let mut renewed = lease.clone();
+            renewed.network = network.or(renewed.network);
             renewed.pod = pod.or(renewed.pod);
             renewed.netns = netns;
             if let LeaseState::Provisional { expires, .. } = &mut renewed.state {
@@ -1151,6 +1185,7 @@ impl Leases {
         self.generation += 1;
         let lease = PodLease {
             attachment: attachment.clone(),
+            network,
             pod,
             netns,
             pool: DEFAULT_POOL.to_owned(),
@@ -1212,12 +1247,12 @@ impl Leases {
         Ok(())
     }
 
-    /// The interface exists: the lease no longer ends by itself. Said again, it takes over the interface as said last.
+    /// The interface exists, or is about to: the lease no longer ends by itself. Said again, it takes over the interface as said last.
     pub fn confirm(
         &mut self,
         attachment: &Attachment,
         generation: u64,
-        interface: Interface,
+        interface: Behind,
         now: Timestamp,
     ) -> Outcome<Result<PodLease, ConfirmError>> {
         let mut changes = self.expire(now);
@@ -1263,9 +1298,11 @@ impl Leases {
             .filter(|lease| !matches!(lease.state, LeaseState::Provisional { expires, .. } if expires <= now))
     }
 
-    /// Ends every lease whose attachment is not in the list of valid ones (CNI GC).
-    pub fn collect(&mut self, valid: &BTreeSet<Attachment>, now: Timestamp) -> Outcome<Vec<PodLease>> {
-        self.end_all(|lease| !valid.contains(&lease.attachment), now)
+    /// Ends every lease of a network whose attachment is not in the list of valid ones (CNI GC). The list has the
+    /// attachments of that network alone.
+    pub fn collect(&mut self, network: &str, valid: &BTreeSet<Attachment>, now: Timestamp) -> Outcome<Vec<PodLease>> {
+        let of_network = |lease: &PodLease| lease.network.as_deref() == Some(network);
+        self.end_all(|lease| of_network(lease) && !valid.contains(&lease.attachment), now)
     }
 
     /// Ends every lease whose network namespace is gone. Only right after a reboot, which no namespace outlives:
@@ -1496,7 +1533,7 @@ impl Leases {
                     "given; its interface is not confirmed yet".to_owned(),
                 ),
                 LeaseState::Confirmed { since, interface } => {
-                    (RowState::Confirmed, *since, None, format!("in use behind {}", interface.host_ifname))
+                    (RowState::Confirmed, *since, None, format!("in use behind {interface}"))
                 }
             };
             rows.extend(lease.addresses.iter().map(|address| Row {

@@ -21,14 +21,19 @@ fn attachment(container: impl fmt::Display) -> Attachment {
 fn request(container: impl fmt::Display, uid: &str) -> AddRequest {
     AddRequest {
         attachment: attachment(&container),
+        network: Some("cistern".to_owned()),
         pod: Some(Pod { namespace: "ns".to_owned(), name: "pod".to_owned(), uid: Some(uid.to_owned()) }),
         netns: format!("/run/netns/{container}"),
         started: None,
     }
 }
 
-fn interface(index: u32) -> Interface {
+fn pair(index: u32) -> Interface {
     Interface { host_ifname: format!("cst{index}"), host_ifindex: index, mac: "02:00:00:00:00:01".to_owned() }
+}
+
+fn interface(index: u32) -> Behind {
+    Behind::Pair(pair(index))
 }
 
 /// The lease task of an agent with its disk: every change is written before an answer is looked at.
@@ -486,12 +491,32 @@ fn collecting_ends_what_is_not_valid_and_a_reboot_what_has_no_namespace() {
     for container in ["a", "b", "c"] {
         agent.add(request(container, container), at(0)).unwrap();
     }
-    let outcome = agent.leases.collect(&BTreeSet::from([attachment("a"), attachment("c"), attachment("z")]), at(1));
+    for (container, network) in [("d", Some("other")), ("e", None)] {
+        let network = network.map(str::to_owned);
+        agent.add(AddRequest { network, ..request(container, container) }, at(0)).unwrap();
+    }
+    let valid = BTreeSet::from([attachment("a"), attachment("c"), attachment("z")]);
+    let outcome = agent.leases.collect("cistern", &valid, at(1));
     let ended = agent.done(outcome);
     assert_eq!(ended.iter().map(|lease| lease.attachment.clone()).collect::<Vec<_>>(), [attachment("b")]);
+    let outcome = agent.leases.collect("other", &BTreeSet::new(), at(1));
+    assert_eq!(agent.done(outcome).len(), 1, "of its own network a GC knows everything");
     let outcome = agent.leases.drop_gone(|netns| netns.ends_with("/a"), at(2));
-    assert_eq!(agent.done(outcome).len(), 1);
+    assert_eq!(agent.done(outcome).len(), 2);
     assert_eq!(agent.leases.pods().map(|lease| &lease.attachment).collect::<Vec<_>>(), [&attachment("a")]);
+}
+
+#[test]
+fn the_gateway_on_a_bridge_of_another_plugin_is_the_routers_still() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let router = agent.leases.router();
+    let address = router.ipv4.unwrap().into();
+    let on_bridge =
+        Network { exclusions: vec![Exclusion { address, label: "node-ip".to_owned() }], ..network("10.66.1.16/28") };
+    let outcome = agent.leases.set_network(on_bridge.clone(), at(1), 3);
+    assert_eq!(agent.done(outcome), []);
+    let agent = Agent::restart(agent.disk, on_bridge, at(2));
+    assert_eq!((agent.leases.router(), agent.findings), (router, vec![]));
 }
 
 fn owner_request(family: Option<Family>, uuids: bool) -> OwnerRequest {
@@ -858,7 +883,7 @@ proptest! {
                 Step::Confirm { sandbox } => {
                     let attachment = attachment(sandbox);
                     let generation = world.live.get(&attachment).map_or(0, |(_, generation, _)| *generation);
-                    let interface = Interface { host_ifname: device(sandbox), ..interface(3) };
+                    let interface = Behind::Pair(Interface { host_ifname: device(sandbox), ..pair(3) });
                     let outcome = leases.confirm(&attachment, generation, interface, now);
                     told.extend(outcome.answer);
                     outcome.changes
@@ -882,7 +907,7 @@ proptest! {
                     cidr = usize::from(*index);
                     leases.set_network(network(CIDRS[cidr]), now, draw).changes
                 }
-                Step::Collect => leases.collect(&world.live.keys().cloned().collect(), now).changes,
+                Step::Collect => leases.collect("cistern", &world.live.keys().cloned().collect(), now).changes,
                 Step::Audit => {
                     now = later(now, audit::EVERY);
                     process.audited(&world.sandboxes, now)

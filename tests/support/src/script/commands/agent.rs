@@ -1,7 +1,7 @@
 //! What the CNI plugin and the CLI ask an agent, and what its machine holds.
 
 use cistern::api::server::{AgentApi as _, Failure};
-use cistern::api::types::{AddRequest, CheckRequest, ConfirmRequest, DelRequest, PodRef};
+use cistern::api::types::{AddRequest, Behind, CheckRequest, ConfirmRequest, DelRequest, Interface, PodRef};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -64,6 +64,7 @@ pub(super) async fn add(world: &mut World, arguments: &[&str]) -> Outcome {
         container_id: container.to_owned(),
         ifname: IFNAME.to_owned(),
         netns: netns(container),
+        network: None,
         pod: Some(PodRef {
             namespace: "default".to_owned(),
             name: container.to_owned(),
@@ -85,9 +86,11 @@ pub(super) async fn confirm(world: &World, arguments: &[&str]) -> Outcome {
         container_id: container.to_owned(),
         ifname: IFNAME.to_owned(),
         generation: *generation.ok_or("nothing was granted: cni/add comes first")?,
-        host_ifname: format!("cst-{container}"),
-        host_ifindex: FIRST_HOST_IFINDEX.saturating_add(u32::try_from(position).unwrap_or(u32::MAX)),
-        mac: "02:00:00:00:00:01".to_owned(),
+        interface: Behind::Pair(Interface {
+            host_ifname: format!("cst-{container}"),
+            host_ifindex: FIRST_HOST_IFINDEX.saturating_add(u32::try_from(position).unwrap_or(u32::MAX)),
+            mac: "02:00:00:00:00:01".to_owned(),
+        }),
         started: None,
     };
     world.agent(node)?.confirm(request).await.map_err(refused)?;
