@@ -10,7 +10,7 @@
 //! | [`check`] | `check`: everything that is judged without running Cistern |
 //! | [`test`] | `test`: all of the above and every test |
 //! | [`bench`] | `bench`: speed and size |
-//! | [`simulate`] | `simulate`: more seeds of the simulation than the tests run |
+//! | [`simulate`] | `simulate`: the stage `simulation` by itself, with other seeds |
 //! | [`demo`] | `demo`: two nodes on this machine |
 //! | [`cluster`] | `cluster`: a real Kubernetes cluster on this machine |
 //!

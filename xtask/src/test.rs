@@ -9,9 +9,11 @@ mod report;
 use crate::build;
 use crate::check;
 use crate::process;
+use crate::simulate;
 use crate::workspace::{Metadata, TESTS_PACKAGE, Workspace};
 use anyhow::{Result, bail};
 use report::{Listing, Totals};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// What `test` can be told.
@@ -34,6 +36,8 @@ enum Stage {
     Check,
     /// Tests that belong to one package, those of its documentation included.
     Unit,
+    /// Ten thousand seeds.
+    Simulation,
     /// A test target of [`TESTS_PACKAGE`].
     Target {
         name: &'static str,
@@ -47,7 +51,7 @@ const STAGES: [Stage; 8] = [
     Stage::Check,
     Stage::Unit,
     Stage::Target { name: "script", privileged: false },
-    Stage::Target { name: "simulation", privileged: false },
+    Stage::Simulation,
     Stage::Target { name: "chart", privileged: false },
     Stage::Target { name: "netns", privileged: true },
     Stage::Target { name: "ebpf", privileged: true },
@@ -59,6 +63,7 @@ impl Stage {
             Self::Build => "build",
             Self::Check => "check",
             Self::Unit => "unit",
+            Self::Simulation => "simulation",
             Self::Target { name, .. } => name,
         }
     }
@@ -120,6 +125,13 @@ fn stage_run(
             documentation.extend(options.filter.clone());
             cargo_test(workspace, "unit", &documentation, totals)?;
         }
+        Stage::Simulation => {
+            if options.filter.as_ref().is_some_and(|filter| !stage.name().contains(filter)) {
+                return Ok(());
+            }
+            let mut command = simulate::command(workspace, &simulate::Options::default());
+            stream_counted(&mut command, stage.name(), totals)?;
+        }
         Stage::Target { name, privileged: true } if !missing.is_empty() => {
             let mut list = workspace.cargo();
             list.args(["test", "--locked", "--test", name, "--", "--list", "--format", "terse"]);
@@ -151,10 +163,15 @@ fn stage_run(
 fn cargo_test(workspace: &Workspace, stage: &'static str, arguments: &[String], totals: &mut Totals) -> Result<()> {
     let mut command = workspace.cargo();
     command.args(["test", "--locked", "--no-fail-fast"]).args(arguments);
+    stream_counted(&mut command, stage, totals)
+}
+
+/// Runs a command that prints as `cargo test` does, and adds what it counted.
+fn stream_counted(command: &mut Command, stage: &'static str, totals: &mut Totals) -> Result<()> {
     let before = totals.failures();
-    let status = process::stream(&mut command, |line| totals.read(stage, line))?;
+    let status = process::stream(command, |line| totals.read(stage, line))?;
     if !status.success() && totals.failures() == before {
-        bail!("`{}` ended with {status}", process::shown(&command));
+        bail!("`{}` ended with {status}", process::shown(command));
     }
     Ok(())
 }

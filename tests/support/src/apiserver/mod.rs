@@ -49,6 +49,7 @@ pub(crate) mod table;
 mod tree;
 mod watch;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -215,7 +216,8 @@ pub struct ObjectChange {
 
 /// An answer before it becomes HTTP.
 enum Answer {
-    Json(u16, Value),
+    /// Status and text.
+    Json(u16, String),
     Events(Box<Watch>),
 }
 
@@ -411,7 +413,7 @@ impl ApiServer {
         let options = WriteOptions { manager: TEST_MANAGER.to_owned(), ..WriteOptions::default() };
         let written = write(&mut state, &resource, &place, &options);
         self.publish(state);
-        written.map(|object| resource.present(&object))
+        written.map(|object| resource.present(&object).into_owned())
     }
 
     /// Changes an object by a merge patch; what it says of the status goes through that path. Past links, faults and the
@@ -456,7 +458,7 @@ impl ApiServer {
         let state = self.shared.lock();
         let resource = find_named(&state, kind)?;
         let object = state.get(&resource, &namespace_for(&resource, namespace), name)?;
-        Ok(resource.present(&object))
+        Ok(resource.present(&object).into_owned())
     }
 
     /// All objects of a kind, ordered by namespace and name; past links, faults and the record.
@@ -466,7 +468,7 @@ impl ApiServer {
     pub fn list(&self, kind: &str) -> Result<Vec<Value>, ApiError> {
         let state = self.shared.lock();
         let resource = find_named(&state, kind)?;
-        Ok(state.store.list(&resource.storage, None).map(|(_, object)| resource.present(object)).collect())
+        Ok(state.store.list(&resource.storage, None).map(|(_, object)| resource.present(object).into_owned()).collect())
     }
 
     /// The versions of an object that are still known, oldest first; `None` where it was deleted.
@@ -478,7 +480,7 @@ impl ApiServer {
         let resource = find_named(&state, kind)?;
         let key = State::key(&resource, &namespace_for(&resource, namespace), name);
         let versions = state.store.history(&key);
-        Ok(versions.map(|version| version.map(|object| resource.present(object))).collect())
+        Ok(versions.map(|version| version.map(|object| resource.present(object).into_owned())).collect())
     }
 
     /// Tells the watches of what has been written under this lock.
@@ -591,7 +593,7 @@ impl ApiServer {
         };
         self.shared.lock_calls().push(call);
         Ok(match outcome? {
-            Ok(Answer::Json(code, value)) => respond_json(code, &value),
+            Ok(Answer::Json(code, text)) => respond(code, "application/json", Body::from(text)),
             Ok(Answer::Events(watch)) => respond(200, "application/json", Body::from_stream(watch.into_stream())),
             Err(error) => respond_error(&error),
         })
@@ -634,9 +636,9 @@ impl ApiServer {
         let one = |code: u16, object: &Value| {
             let shown = resource.present(object);
             let shown = if request.as_table {
-                table::table(resource, &[shown], &json!({}), self.shared.clock.now())
+                table::table(resource, &[shown], &json!({}), self.shared.clock.now()).to_string()
             } else {
-                shown
+                shown.to_string()
             };
             Answer::Json(code, shown)
         };
@@ -679,7 +681,8 @@ impl ApiServer {
                                 "kind": resource.plural,
                                 "uid": object.pointer("/metadata/uid"),
                             },
-                        }),
+                        })
+                        .to_string(),
                     ),
                 })
             }
@@ -698,7 +701,7 @@ impl ApiServer {
                 }
                 Ok(Answer::Json(
                     200,
-                    json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}),
+                    json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}).to_string(),
                 ))
             }
         }
@@ -739,16 +742,13 @@ impl ApiServer {
             map.insert("continue".to_owned(), json!(format!("{revision}:{}/{}", last.namespace, last.name)));
             map.insert("remainingItemCount".to_owned(), json!(left));
         }
-        let items: Vec<Value> = page.iter().map(|(_, object)| resource.present(object)).collect();
+        let items: Vec<Cow<'_, Value>> = page.iter().map(|(_, object)| resource.present(object)).collect();
         let answer = if *as_table {
-            table::table(resource, &items, &metadata, self.shared.clock.now())
+            table::table(resource, &items, &metadata, self.shared.clock.now()).to_string()
         } else {
-            json!({
-                "kind": format!("{}List", resource.kind),
-                "apiVersion": resource.api_version(),
-                "metadata": metadata,
-                "items": items,
-            })
+            let items: Vec<String> = items.iter().map(ToString::to_string).collect();
+            let (version, kind, items) = (resource.api_version(), &resource.kind, items.join(","));
+            format!(r#"{{"apiVersion":"{version}","items":[{items}],"kind":"{kind}List","metadata":{metadata}}}"#)
         };
         Ok(Answer::Json(200, answer))
     }

@@ -1,11 +1,13 @@
 //! One served resource: a kind at a version, its names, and the rules that differ between kinds.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde_json::Value;
 
 use super::schema::Schema;
+use super::tree;
 
 /// Where objects of a resource are kept: all versions of one kind share a place.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -93,16 +95,25 @@ impl Resource {
         if self.group.is_empty() { self.version.clone() } else { format!("{}/{}", self.group, self.version) }
     }
 
+    /// Whether this is the kind that an owner reference or a manifest names.
+    pub(super) fn is_kind(&self, api_version: &str, kind: &str) -> bool {
+        let (group, version) = api_version.rsplit_once('/').unwrap_or(("", api_version));
+        self.kind == kind && self.group == group && self.version == version
+    }
+
     /// A stored object in this version's form.
-    pub(super) fn present(&self, stored: &Value) -> Value {
+    pub(super) fn present<'a>(&self, stored: &'a Value) -> Cow<'a, Value> {
+        if self.conversion.is_none() && self.is_kind(tree::text(stored, "/apiVersion"), tree::text(stored, "/kind")) {
+            return Cow::Borrowed(stored);
+        }
         let mut object = stored.clone();
         if let Some(conversion) = self.conversion {
             (conversion.from_stored)(&mut object);
         }
-        let map = super::tree::as_map(&mut object);
+        let map = tree::as_map(&mut object);
         map.insert("apiVersion".to_owned(), Value::String(self.api_version()));
         map.insert("kind".to_owned(), Value::String(self.kind.clone()));
-        object
+        Cow::Owned(object)
     }
 }
 
@@ -132,7 +143,7 @@ impl Registry {
 
     /// The resource of a kind, as owner references name it.
     pub(super) fn find_kind(&self, api_version: &str, kind: &str) -> Option<Arc<Resource>> {
-        self.resources.values().find(|resource| resource.kind == kind && resource.api_version() == api_version).cloned()
+        self.resources.values().find(|resource| resource.is_kind(api_version, kind)).cloned()
     }
 
     /// Any version of what is kept at a place.

@@ -472,7 +472,6 @@ impl State {
     fn commit(&mut self, resource: &Resource, key: &Key, object: Value) -> Arc<Value> {
         let finished = !tree::text(&object, "/metadata/deletionTimestamp").is_empty()
             && tree::list(&object, "/metadata/finalizers").is_empty();
-        let owned = !tree::list(&object, "/metadata/ownerReferences").is_empty();
         let kept = self.store.put(key.clone(), object);
         if resource.group == builtin::DEFINITIONS {
             self.registry.remove(tree::text(&kept, "/spec/group"), tree::text(&kept, "/spec/names/plural"));
@@ -483,7 +482,7 @@ impl State {
         if finished {
             return self.erase(key).unwrap_or(kept);
         }
-        if owned {
+        if self.is_orphan(key, &kept) {
             self.collect_garbage();
         }
         kept
@@ -558,11 +557,7 @@ impl State {
             let orphans: Vec<Key> = self
                 .store
                 .iter()
-                .filter(|(key, object)| {
-                    let owners = tree::list(object, "/metadata/ownerReferences");
-                    let pending = !tree::text(object, "/metadata/deletionTimestamp").is_empty();
-                    !pending && !owners.is_empty() && owners.iter().all(|owner| self.is_gone(key, owner))
-                })
+                .filter(|(key, object)| self.is_orphan(key, object))
                 .map(|(key, _)| key.clone())
                 .collect();
             if orphans.is_empty() {
@@ -574,6 +569,13 @@ impl State {
                 let _ = self.delete(&resource, &key.namespace, &key.name, &DeleteOptions::default());
             }
         }
+    }
+
+    /// Whether an object has owners, and none of them is there any more.
+    fn is_orphan(&self, key: &Key, object: &Value) -> bool {
+        let owners = tree::list(object, "/metadata/ownerReferences");
+        let pending = !tree::text(object, "/metadata/deletionTimestamp").is_empty();
+        !pending && !owners.is_empty() && owners.iter().all(|owner| self.is_gone(key, owner))
     }
 
     fn is_gone(&self, dependent: &Key, owner: &Value) -> bool {

@@ -1,5 +1,7 @@
 //! What `kubectl get` prints: objects as rows of a `meta/v1` Table.
 
+use std::borrow::Cow;
+
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 
@@ -9,7 +11,7 @@ use super::tree;
 type Compute = fn(&Value, Timestamp) -> Value;
 
 /// Objects, in the form of the resource's version, as a Table. `metadata` is that of the list.
-pub(super) fn table(resource: &Resource, objects: &[Value], metadata: &Value, now: Timestamp) -> Value {
+pub(super) fn table(resource: &Resource, objects: &[Cow<'_, Value>], metadata: &Value, now: Timestamp) -> Value {
     let columns: Vec<Value> = resource
         .columns
         .iter()

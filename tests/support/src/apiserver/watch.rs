@@ -207,12 +207,12 @@ impl Watch {
 
     fn push(&mut self, kind: &str, object: &Value) {
         let shown = self.resource.present(object);
-        let shown = if self.as_table {
-            table::table(&self.resource, &[shown], &json!({}), self.shared.clock.now())
+        let text = if self.as_table {
+            table::table(&self.resource, &[shown], &json!({}), self.shared.clock.now()).to_string()
         } else {
-            shown
+            shown.to_string()
         };
-        self.line(&json!({"type": kind, "object": shown}));
+        self.line(kind, &text);
     }
 
     fn push_bookmark(&mut self, initial_end: bool) {
@@ -222,16 +222,16 @@ impl Watch {
         }
         let (kind, version) = (&self.resource.kind, self.resource.api_version());
         let object = json!({"kind": kind, "apiVersion": version, "metadata": metadata});
-        self.line(&json!({"type": "BOOKMARK", "object": object}));
+        self.line("BOOKMARK", &object.to_string());
     }
 
     /// Tells the client and ends the watch.
     fn fail(&mut self, error: &ApiError) {
-        self.line(&json!({"type": "ERROR", "object": error.to_status()}));
+        self.line("ERROR", &error.to_status().to_string());
         self.ended = true;
     }
 
-    fn line(&mut self, event: &Value) {
-        self.pending.push_back(Bytes::from(format!("{event}\n")));
+    fn line(&mut self, kind: &str, object: &str) {
+        self.pending.push_back(Bytes::from(format!("{{\"type\":\"{kind}\",\"object\":{object}}}\n")));
     }
 }

@@ -1,4 +1,4 @@
-//! Runs seeds of the simulation, on all processors, and prints those that fail.
+//! Runs seeds of the simulation, on all processors, and prints those that fail, and what it counted, as `cargo test` does.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,6 +24,9 @@ struct Arguments {
     failures: u64,
 }
 
+/// Of how many seeds one is run twice, and must run equally.
+const REPLAYED: u64 = 50;
+
 fn main() -> ExitCode {
     let Arguments { seeds, from, log, failures } = Arguments::parse();
     let begun = Instant::now();
@@ -36,15 +39,22 @@ fn main() -> ExitCode {
                 break;
             }
             let seed = from.wrapping_add(index);
-            match simulation::run(seed) {
+            let outcome = simulation::run(seed);
+            let again = simulation::REPLAYS && (outcome.is_err() || index.is_multiple_of(REPLAYED));
+            let replayed = !again || simulation::run(seed) == outcome;
+            match &outcome {
                 Ok(report) if log => {
                     println!("seed {seed}, trace {:016x}\n{}", report.trace, report.log.join("\n"));
                 }
                 Ok(_) => {}
-                Err(failure) => {
-                    failed.fetch_add(1, Ordering::Relaxed);
-                    println!("{failure}\n`cargo xtask simulate --from {seed} --seeds 1` repeats it");
-                }
+                Err(failure) => println!("{failure}\n`cargo xtask simulate --from {seed} --seeds 1` repeats it"),
+            }
+            if !replayed {
+                println!("seed {seed}: a second run differs from the first");
+            }
+            if outcome.is_err() || !replayed {
+                failed.fetch_add(1, Ordering::Relaxed);
+                println!("test seed {seed} ... FAILED");
             }
         }
     };
@@ -54,6 +64,8 @@ fn main() -> ExitCode {
         }
     });
     let (failed, run) = (failed.into_inner(), next.into_inner().min(seeds));
-    println!("{run} seeds from {from}: {failed} failed, {:.1} s", begun.elapsed().as_secs_f64());
+    let (outcome, passed) = (if failed == 0 { "ok" } else { "FAILED" }, run.saturating_sub(failed));
+    let time = begun.elapsed().as_secs_f64();
+    println!("test result: {outcome}. {passed} passed; {failed} failed; seeds from {from}; finished in {time:.1}s");
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -10,8 +10,8 @@
 //! the machine is. One call in ten meets a fault unless the script says otherwise.
 //!
 //! A run is *nearly* repeatable: equal seeds give equal UIDs, faults and jitter, but tokio draws the order in which a
-//! channel wakes its readers from the process. A script that fails for one seed is wrong, or has found something.
-//! [`simulation`] writes scripts by itself.
+//! channel wakes its readers from the process, unless it is built so that it lets the seed decide ([`runtime`]). A script
+//! that fails for one seed is wrong, or has found something. [`simulation`] writes scripts by itself.
 //!
 //! What a green run does not prove: see [`crate::apiserver`] for the API, and [`memory`] for the kernel.
 
@@ -85,14 +85,23 @@ pub fn run(path: &Path) -> Result<(), ScriptError> {
         telemetry::init(telemetry::Format::Text, &level);
     }
     for seed in seeds {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .start_paused(true)
-            .build()
-            .map_err(|cause| error(cause.to_string()))?;
+        let runtime = runtime(seed).map_err(|cause| error(cause.to_string()))?;
         runtime.block_on(run_lines(&archive, &lines, seed)).map_err(error)?;
     }
     Ok(())
+}
+
+/// A runtime whose clock stands still while anything has work to do. Its own draws (in which order a channel wakes its
+/// readers, which ready branch of a `select!` goes first) follow from the seed too, where tokio lets them: in builds with
+/// `--cfg tokio_unstable`, as the stage `simulation` makes one.
+fn runtime(seed: u64) -> std::io::Result<tokio::runtime::Runtime> {
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    builder.enable_all().start_paused(true);
+    #[cfg(tokio_unstable)]
+    builder.rng_seed(tokio::runtime::RngSeed::from_bytes(&seed.to_le_bytes()));
+    #[cfg(not(tokio_unstable))]
+    let _ = seed;
+    builder.build()
 }
 
 async fn run_lines(archive: &Archive, lines: &[Line], seed: u64) -> Result<(), String> {
@@ -169,5 +178,10 @@ async fn run_line(world: &mut World, line: &Line) -> Result<(), String> {
 
 /// A number that follows from a text alone (FNV-1a).
 fn fnv1a(text: &[u8]) -> u64 {
-    text.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+    fnv1a_after(0xcbf2_9ce4_8422_2325, text)
+}
+
+/// The number of a text whose beginning has this one.
+fn fnv1a_after(hash: u64, text: &[u8]) -> u64 {
+    text.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }

@@ -15,9 +15,8 @@
 //! * After the bad days every node has a block, or the reason why the pool has none; the objects of nodes that are gone
 //!   go; and then nothing is written any more but Leases.
 //!
-//! Equal seeds give *nearly* equal runs: every choice follows from the seed and the runtime's clock, but for the order in
-//! which a channel of tokio wakes its readers, which it draws from the process (`tokio::sync::watch`; its seed can be set
-//! in unstable builds of tokio only).
+//! Equal seeds give equal runs: every choice follows from the seed and the runtime's clock. That holds where the seed may
+//! decide about tokio's own draws too ([`REPLAYS`]); elsewhere runs are nearly equal.
 //!
 //! # What a green run does not prove
 //!
@@ -39,10 +38,14 @@ const QUARANTINE: Duration = Duration::from_secs(40);
 /// How many of the last lines of the log, and of the last API calls, a failure shows.
 const SHOWN: usize = 150;
 
+/// Whether this build replays a seed exactly.
+pub const REPLAYS: bool = cfg!(tokio_unstable);
+
 /// What became of one seed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Report {
-    /// A number that follows from everything that happened.
+    /// A number that follows from everything that happened: what befell the cluster, every call, every object that was
+    /// written, every address of a pod.
     pub trace: u64,
     /// Everything that happened.
     pub log: Vec<String>,
@@ -53,23 +56,16 @@ pub struct Report {
 /// # Errors
 /// The rule that was broken, with what led to it.
 pub fn run(seed: u64) -> Result<Report, String> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .start_paused(true)
-        .build()
-        .map_err(|error| error.to_string())?;
+    let runtime = super::runtime(seed).map_err(|error| error.to_string())?;
     runtime.block_on(async {
         let mut story = Story::begin(seed)?;
         let outcome = story.tell().await;
-        let calls = story.calls();
-        let log = story.into_log();
+        let calls = story.take_calls();
+        let (log, trace) = story.into_log();
         match outcome {
-            Ok(()) => {
-                let text = log.iter().chain(&calls).fold(String::new(), |text, line| text + line + "\n");
-                Ok(Report { trace: super::fnv1a(text.as_bytes()), log })
-            }
+            Ok(()) => Ok(Report { trace, log }),
             Err(broken) => {
-                let mut text = format!("seed {seed}: {broken}\nwhat happened last:\n");
+                let mut text = format!("seed {seed}, trace {trace:016x}: {broken}\nwhat happened last:\n");
                 for lines in [&log, &calls] {
                     for line in lines.iter().skip(lines.len().saturating_sub(SHOWN)) {
                         // Writing to a String cannot fail.

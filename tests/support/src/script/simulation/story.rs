@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;
 use rand::{Rng, SeedableRng};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::QUARANTINE;
@@ -16,6 +16,7 @@ use super::judge::{Hand, Judge, blocks};
 use crate::script::archive::Archive;
 use crate::script::commands;
 use crate::script::world::World;
+use crate::script::{fnv1a, fnv1a_after};
 
 /// How often changes are looked at.
 const LOOK: Duration = Duration::from_secs(1);
@@ -44,6 +45,8 @@ pub(super) struct Story {
     judge: Judge,
     random: SmallRng,
     log: Vec<String>,
+    /// The number of everything so far.
+    trace: u64,
     /// Changes up to here have been looked at.
     revision: u64,
     nodes: BTreeMap<String, Node>,
@@ -83,6 +86,7 @@ impl Story {
             world,
             judge: Judge::default(),
             log: Vec::new(),
+            trace: fnv1a(&[]),
             nodes: BTreeMap::new(),
             most_nodes,
             operators: operators.map(|name| ((*name).to_owned(), false)).collect(),
@@ -97,12 +101,21 @@ impl Story {
         Ok(story)
     }
 
-    pub(super) fn calls(&self) -> Vec<String> {
-        self.world.server.calls().iter().map(ToString::to_string).collect()
+    /// The calls since this was asked last.
+    pub(super) fn take_calls(&mut self) -> Vec<String> {
+        let calls: Vec<String> = self.world.server.calls().iter().map(ToString::to_string).collect();
+        self.world.server.clear_calls();
+        calls.iter().for_each(|call| self.note(call));
+        calls
     }
 
-    pub(super) fn into_log(self) -> Vec<String> {
-        self.log
+    /// What was said, and the number of everything.
+    pub(super) fn into_log(self) -> (Vec<String>, u64) {
+        (self.log, self.trace)
+    }
+
+    fn note(&mut self, text: &str) {
+        self.trace = fnv1a_after(self.trace, text.as_bytes());
     }
 
     fn now(&self) -> Timestamp {
@@ -111,7 +124,9 @@ impl Story {
 
     fn say(&mut self, text: &str) {
         let now = self.now().strftime("%H:%M:%S%.3f");
-        self.log.push(format!("{now} {text}"));
+        let line = format!("{now} {text}");
+        self.note(&line);
+        self.log.push(line);
     }
 
     /// Runs a command of the script language.
@@ -140,6 +155,8 @@ impl Story {
         let changes = self.world.server.changes_after(self.revision).map_err(|error| error.to_string())?;
         self.revision = self.world.server.revision();
         for change in &changes {
+            self.note(&change.name);
+            self.note(&change.after.as_ref().map(ToString::to_string).unwrap_or_default());
             if let Some(news) = self.judge.see(change, hand, now)? {
                 self.say(&format!("    {news}"));
             }
@@ -285,7 +302,32 @@ impl Story {
         let free: Vec<String> =
             (0..self.most_nodes + 1).map(|n| format!("n{n}")).filter(|name| !self.nodes.contains_key(name)).collect();
         let Some(name) = self.chosen(free.into_iter()) else { return Ok(()) };
+        if self.random.random_bool(0.15) {
+            self.claim(&name).await?;
+        }
         self.add_machine(&name).await
+    }
+
+    /// Somebody writes down which block a node is to have, before it is there: mostly one that nobody lists.
+    async fn claim(&mut self, name: &str) -> Result<(), String> {
+        let objects = self.world.server.list("ciliumnodes").map_err(|error| error.to_string())?;
+        let listed: BTreeSet<Ipv4Net> = objects.iter().flat_map(blocks).collect();
+        let any = self.random.random_bool(0.2);
+        let choice: Vec<Ipv4Net> =
+            self.all_blocks().into_iter().filter(|block| any || !listed.contains(block)).collect();
+        let Some(block) = self.chosen(choice.into_iter()) else { return Ok(()) };
+        let object = json!({
+            "apiVersion": "cilium.io/v2",
+            "kind": "CiliumNode",
+            "metadata": {"name": name},
+            "spec": {"ipam": {"podCIDRs": [block]}},
+        });
+        self.world.files.insert("claim".to_owned(), object.to_string());
+        self.look(Hand::Ours)?;
+        self.say(&format!("    of {name}: {block}"));
+        // There may be an object of that name from before.
+        let _ = self.run("k8s/add claim").await;
+        self.look(Hand::Person)
     }
 
     async fn add_machine(&mut self, name: &str) -> Result<(), String> {
@@ -411,6 +453,9 @@ impl Story {
             .choose(&mut self.random)
             .copied()
             .unwrap_or("409");
+        if self.random.random_bool(0.15) {
+            return self.storm().await;
+        }
         let times = self.random.random_range(1..6_u8);
         let filter = [
             "verb=patch resource=ciliumnodes",
@@ -428,6 +473,18 @@ impl Story {
             0 => self.must(&format!("fault {times} watch-expired verb=watch")).await?,
             _ => self.must(&format!("fault {times} {fault} {filter}")).await?,
         };
+        Ok(())
+    }
+
+    /// Everybody's writes of a kind meet conflicts, as when another controller writes the same objects all the time.
+    async fn storm(&mut self) -> Result<(), String> {
+        let times = self.random.random_range(10..60_u8);
+        let verbs = ["verb=patch", "verb=update", "verb=create"];
+        let resource = ["ciliumnodes", "ciliumnodes/status", "configmaps", "leases"].choose(&mut self.random);
+        let resource = resource.copied().unwrap_or("ciliumnodes");
+        for verb in verbs {
+            self.must(&format!("fault {times} 409 {verb} resource={resource}")).await?;
+        }
         Ok(())
     }
 
@@ -531,6 +588,17 @@ impl Story {
         for name in orphans {
             self.delete_node(name).await?;
         }
+        // An object that never had an owner goes by the hand of who made it.
+        let objects = self.world.server.list("ciliumnodes").map_err(|error| error.to_string())?;
+        let unowned = objects.iter().filter(|object| object.pointer("/metadata/ownerReferences").is_none());
+        let left: Vec<String> = unowned
+            .filter_map(|object| object.pointer("/metadata/name")?.as_str().map(str::to_owned))
+            .filter(|name| !self.nodes.contains_key(name))
+            .collect();
+        for name in left {
+            self.must(&format!("k8s/delete ciliumnode {name}")).await?;
+            self.look(Hand::Person)?;
+        }
         let until = Instant::now() + REST_BOUND;
         // Whoever leads now has to learn of what happened last.
         self.pass(TAKE_OVER).await?;
@@ -541,7 +609,7 @@ impl Story {
             self.pass(Duration::from_secs(2)).await?;
         }
         self.say("at rest");
-        self.world.server.clear_calls();
+        self.take_calls();
         self.pass(QUIET).await?;
         self.at_rest()?;
         let writes = self.world.server.calls();
