@@ -1,11 +1,13 @@
 //! The cluster: sets up, builds, and hands over to `cistern-cluster`, which lives beside the test support it is made of.
 
+use crate::image;
 use crate::process;
 use crate::setup;
 use crate::test::is_root;
-use crate::workspace::{TESTS_PACKAGE, Workspace};
+use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail};
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::Command;
 
 const CLUSTER: &str = "cistern-cluster";
@@ -21,28 +23,35 @@ pub(crate) struct Options {
 /// Runs it in place of this program.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let is = |word: &str| options.arguments.first().is_some_and(|first| first == word);
-    if is("up") && !is_root() {
+    let says = |option: &str| options.arguments.iter().any(|argument| argument.starts_with(option));
+    let is_up = is("up") && !says("--help");
+    if is_up && !is_root() {
         bail!("a cluster is made of namespaces: run it as root");
     }
-    if is("up") {
+    if is_up {
         setup::run(workspace)?;
     }
+    let image = if is_up && !says("--image") && !says("--cni") { Some(image(workspace)?) } else { None };
     let mut build = workspace.cargo();
-    build.args(["build", "--locked", "--package", TESTS_PACKAGE, "--bin", CLUSTER]);
+    // No package is named: it would unite other features than every other build does, and build much anew.
+    build.args(["build", "--locked", "--bin", CLUSTER]);
     // What the other commands print is read by programs and by people in a hurry.
-    if is("up") {
+    if is_up {
         process::run(&mut build)?;
     } else {
         process::output(build.arg("--quiet"))?;
     }
-    let target = workspace.metadata()?.target_directory;
-    let program = target.join("debug").join(CLUSTER);
+    let program = workspace.metadata()?.target_directory.join("debug").join(CLUSTER);
     let mut command = Command::new(&program);
     command.args(&options.arguments);
-    let says = |option: &str| options.arguments.iter().any(|argument| argument.starts_with(option));
-    if is("up") && !says("--image") && !says("--cni") {
-        command.arg("--image").arg(target.join("image/cistern.tar"));
+    if let Some(image) = image {
+        command.arg("--image").arg(image);
     }
     let error = command.exec();
     Err(error).with_context(|| format!("start {}", program.display()))
+}
+
+/// Builds the image for a cluster on this machine.
+pub(crate) fn image(workspace: &Workspace) -> Result<PathBuf> {
+    image::run(workspace, &image::Options { debug: true, no_build: false, name: image::NAME.to_owned() })
 }

@@ -329,6 +329,14 @@ impl Cluster {
         Ok(command)
     }
 
+    /// `helm …` with every right.
+    ///
+    /// # Errors
+    /// When it fails, with what it said.
+    pub fn helm(&self, arguments: &[&str]) -> Result<String> {
+        output(self.client("helm")?.args(arguments), &format!("helm {}", arguments.join(" ")))
+    }
+
     /// Puts an image on every node: a file in the OCI or Docker format, or a name in buildah's store.
     ///
     /// # Errors
