@@ -233,7 +233,9 @@ fn the_operators_rights_are_where_its_work_is_done() {
     for (objects, role) in [(&apart, "cistern"), (&apart, "cistern-operator"), (&together, "cistern")] {
         assert!(["create", "patch"].iter().all(|verb| may(objects, role, "events", verb)), "{role}");
     }
-    assert!(may(&apart, "cistern", "nodes/status", "patch") && !may(&apart, "cistern-operator", "nodes/status", "patch"));
+    assert!(
+        may(&apart, "cistern", "nodes/status", "patch") && !may(&apart, "cistern-operator", "nodes/status", "patch")
+    );
     assert!(find(&together, "Deployment", "cistern-operator").is_none());
     assert!(find(&together, "ClusterRole", "cistern-operator").is_none());
     // The agent writes its Node only where it was asked to.

@@ -143,9 +143,9 @@ pub(crate) fn leader_killed() -> Result<()> {
         "app.kubernetes.io/name=cistern-operator",
     ])?;
     let pod = items(&list).find(|pod| {
-        [text(pod, "/metadata/name"), text(pod, "/spec/nodeName")]
-            .iter()
-            .any(|name| first == **name || first.starts_with(&format!("{name}-")) || first.starts_with(&format!("{name}_")))
+        [text(pod, "/metadata/name"), text(pod, "/spec/nodeName")].iter().any(|name| {
+            first == **name || first.starts_with(&format!("{name}-")) || first.starts_with(&format!("{name}_"))
+        })
     });
     let pod = text(pod.with_context(|| format!("the leader {first:?} is no operator of {list:#}"))?, "/metadata/name");
     rig.system(&["delete", "pod", pod, "--grace-period=0", "--force", LONG])?;

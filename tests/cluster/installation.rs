@@ -77,7 +77,10 @@ fn clean(rig: &Rig, node: &Machine, router: Ipv4Addr) -> Result<()> {
     ensure!(!node.file("/sys/fs/bpf/cistern")?.exists(), "{name}: maps are pinned");
     ensure!(names("/etc/cni/net.d")?.is_empty(), "{name}: a network configuration is left");
     let plugins = names("/opt/cni/bin")?;
-    ensure!(!plugins.iter().any(|plugin| plugin.contains("cistern") || plugin.contains("cilium")), "{name}: {plugins:?}");
+    ensure!(
+        !plugins.iter().any(|plugin| plugin.contains("cistern") || plugin.contains("cilium")),
+        "{name}: {plugins:?}"
+    );
     let lo = node.run("ip", &["-4", "-oneline", "address", "show", "dev", "lo"])?;
     ensure!(!lo.contains(&router.to_string()), "{name}: the router's address is left: {lo}");
     let attached = node.run("bpftool", &["net", "show"])?;

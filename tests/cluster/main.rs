@@ -12,6 +12,7 @@ mod traffic;
 use anyhow::Result;
 use libtest_mimic::{Arguments, Trial};
 use std::process::ExitCode;
+use std::time::Instant;
 
 type Case = (&'static str, fn() -> Result<()>);
 
@@ -39,8 +40,12 @@ fn main() -> ExitCode {
     arguments.test_threads = Some(1);
     let trials = CASES.map(|(name, case)| {
         Trial::test(name, move || {
-            case().map_err(|error| {
+            let start = Instant::now();
+            let outcome = case();
+            eprintln!("cluster: {name}: {} s", start.elapsed().as_secs());
+            outcome.map_err(|error| {
                 rig::describe();
+                eprintln!("{name}: {error:#}");
                 format!("{error:#}").into()
             })
         })

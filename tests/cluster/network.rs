@@ -108,7 +108,6 @@ pub(crate) fn leaves_as_its_node(rig: &Rig, pods: &[Pod]) -> Result<()> {
         for ask in ["ask-tcp", "ask-udp"] {
             let seen: Answer = pod.ask(&[ask, &target])?;
             ensure!(seen.seen_as.ip() == pod.node.address()?, "outside sees {pod:?} as {seen:?}");
-            ensure!(seen.local.ip() == pod.address, "{pod:?} has another address: {seen:?}");
         }
     }
     Ok(())

@@ -32,16 +32,8 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         setup::run(workspace)?;
     }
     let image = if is_up && !says("--image") && !says("--cni") { Some(image(workspace)?) } else { None };
-    let mut build = workspace.cargo();
-    // No package is named: it would unite other features than every other build does, and build much anew.
-    build.args(["build", "--locked", "--bin", CLUSTER]);
     // What the other commands print is read by programs and by people in a hurry.
-    if is_up {
-        process::run(&mut build)?;
-    } else {
-        process::output(build.arg("--quiet"))?;
-    }
-    let program = workspace.metadata()?.target_directory.join("debug").join(CLUSTER);
+    let program = program(workspace, !is_up)?;
     let mut command = Command::new(&program);
     command.args(&options.arguments);
     if let Some(image) = image {
@@ -49,6 +41,34 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     }
     let error = command.exec();
     Err(error).with_context(|| format!("start {}", program.display()))
+}
+
+/// Brings a cluster up, tells the demo's story in it, and takes it down unless it is to be kept.
+pub(crate) fn demo(workspace: &Workspace, keep: bool) -> Result<()> {
+    setup::run(workspace)?;
+    let image = image(workspace)?;
+    let program = program(workspace, false)?;
+    let outcome = process::run(Command::new(&program).arg("up").arg("--image").arg(image))
+        .and_then(|()| process::run(Command::new(&program).arg("demo")));
+    if keep {
+        println!("`cargo xtask cluster kubectl …` looks around, `cargo xtask cluster down` ends it");
+        return outcome;
+    }
+    let down = process::run(Command::new(&program).arg("down"));
+    outcome.and(down)
+}
+
+/// Builds `cistern-cluster`. No package is named: it would unite other features than every other build does, and build
+/// much anew.
+fn program(workspace: &Workspace, quiet: bool) -> Result<PathBuf> {
+    let mut build = workspace.cargo();
+    build.args(["build", "--locked", "--bin", CLUSTER]);
+    if quiet {
+        process::output(build.arg("--quiet"))?;
+    } else {
+        process::run(&mut build)?;
+    }
+    Ok(workspace.metadata()?.target_directory.join("debug").join(CLUSTER))
 }
 
 /// Builds the image for a cluster on this machine.

@@ -42,6 +42,7 @@ mod machine;
 mod pki;
 mod spec;
 mod state;
+mod story;
 
 pub use daemon::Daemon;
 pub use machine::{Machine, Segment};
@@ -49,6 +50,7 @@ pub use spec::{
     CONTROL, Cni, DNS_SERVICE, Ipam, KUBERNETES_SERVICE, OUTSIDE, POD_NETWORK, SERVICE_NETWORK, Spec, minor_release,
 };
 pub use state::DIRECTORY;
+pub use story::tell;
 
 use crate::lab::output;
 use anyhow::{Context, Result, bail, ensure};
