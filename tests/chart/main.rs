@@ -220,15 +220,23 @@ fn only_the_init_container_is_privileged() {
 
 #[test]
 fn the_operators_rights_are_where_its_work_is_done() {
-    let may_delete_nodes = |objects: &[Value], role: &str| {
+    let may = |objects: &[Value], role: &str, resource: &str, verb: &str| {
         let rules = find(objects, "ClusterRole", role).unwrap()["rules"].as_array().unwrap().clone();
         let has = |list: &Value, word: &str| list.as_array().is_some_and(|list| list.iter().any(|item| item == word));
-        rules.iter().any(|rule| has(&rule["resources"], "ciliumnodes") && has(&rule["verbs"], "delete"))
+        rules.iter().any(|rule| has(&rule["resources"], resource) && has(&rule["verbs"], verb))
     };
+    let may_delete_nodes = |objects: &[Value], role: &str| may(objects, role, "ciliumnodes", "delete");
     let apart = good(&[]);
     assert!(may_delete_nodes(&apart, "cistern-operator") && !may_delete_nodes(&apart, "cistern"));
     let together = good(&["operator.inDaemonSet=true"]);
     assert!(may_delete_nodes(&together, "cistern"));
+    // Everybody tells what happened, and the agent how its node is.
+    for (objects, role) in [(&apart, "cistern"), (&apart, "cistern-operator"), (&together, "cistern")] {
+        assert!(["create", "patch"].iter().all(|verb| may(objects, role, "events", verb)), "{role}");
+    }
+    assert!(
+        may(&apart, "cistern", "nodes/status", "patch") && !may(&apart, "cistern-operator", "nodes/status", "patch")
+    );
     assert!(find(&together, "Deployment", "cistern-operator").is_none());
     assert!(find(&together, "ClusterRole", "cistern-operator").is_none());
     // The agent writes its Node only where it was asked to.

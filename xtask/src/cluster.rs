@@ -1,11 +1,13 @@
 //! The cluster: sets up, builds, and hands over to `cistern-cluster`, which lives beside the test support it is made of.
 
+use crate::image;
 use crate::process;
 use crate::setup;
 use crate::test::is_root;
-use crate::workspace::{TESTS_PACKAGE, Workspace};
+use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail};
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::Command;
 
 const CLUSTER: &str = "cistern-cluster";
@@ -21,28 +23,55 @@ pub(crate) struct Options {
 /// Runs it in place of this program.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let is = |word: &str| options.arguments.first().is_some_and(|first| first == word);
-    if is("up") && !is_root() {
+    let says = |option: &str| options.arguments.iter().any(|argument| argument.starts_with(option));
+    let is_up = is("up") && !says("--help");
+    if is_up && !is_root() {
         bail!("a cluster is made of namespaces: run it as root");
     }
-    if is("up") {
+    if is_up {
         setup::run(workspace)?;
     }
-    let mut build = workspace.cargo();
-    build.args(["build", "--locked", "--package", TESTS_PACKAGE, "--bin", CLUSTER]);
+    let image = if is_up && !says("--image") && !says("--cni") { Some(image(workspace)?) } else { None };
     // What the other commands print is read by programs and by people in a hurry.
-    if is("up") {
-        process::run(&mut build)?;
-    } else {
-        process::output(build.arg("--quiet"))?;
-    }
-    let target = workspace.metadata()?.target_directory;
-    let program = target.join("debug").join(CLUSTER);
+    let program = program(workspace, !is_up)?;
     let mut command = Command::new(&program);
     command.args(&options.arguments);
-    let says = |option: &str| options.arguments.iter().any(|argument| argument.starts_with(option));
-    if is("up") && !says("--image") && !says("--cni") {
-        command.arg("--image").arg(target.join("image/cistern.tar"));
+    if let Some(image) = image {
+        command.arg("--image").arg(image);
     }
     let error = command.exec();
     Err(error).with_context(|| format!("start {}", program.display()))
+}
+
+/// Brings a cluster up, tells the demo's story in it, and takes it down unless it is to be kept.
+pub(crate) fn demo(workspace: &Workspace, keep: bool) -> Result<()> {
+    setup::run(workspace)?;
+    let image = image(workspace)?;
+    let program = program(workspace, false)?;
+    let outcome = process::run(Command::new(&program).arg("up").arg("--image").arg(image))
+        .and_then(|()| process::run(Command::new(&program).arg("demo")));
+    if keep {
+        println!("`cargo xtask cluster kubectl …` looks around, `cargo xtask cluster down` ends it");
+        return outcome;
+    }
+    let down = process::run(Command::new(&program).arg("down"));
+    outcome.and(down)
+}
+
+/// Builds `cistern-cluster`. No package is named: it would unite other features than every other build does, and build
+/// much anew.
+fn program(workspace: &Workspace, quiet: bool) -> Result<PathBuf> {
+    let mut build = workspace.cargo();
+    build.args(["build", "--locked", "--bin", CLUSTER]);
+    if quiet {
+        process::output(build.arg("--quiet"))?;
+    } else {
+        process::run(&mut build)?;
+    }
+    Ok(workspace.metadata()?.target_directory.join("debug").join(CLUSTER))
+}
+
+/// Builds the image for a cluster on this machine.
+pub(crate) fn image(workspace: &Workspace) -> Result<PathBuf> {
+    image::run(workspace, &image::Options { debug: true, no_build: false, name: image::NAME.to_owned() })
 }

@@ -18,7 +18,7 @@ pub(crate) struct Options {
     pub(crate) debug: bool,
     /// Stop when target/image holds what the Containerfile copies, for `docker build` and the like
     #[arg(long)]
-    no_build: bool,
+    pub(crate) no_build: bool,
     /// Name and tag
     #[arg(long, default_value = NAME, value_name = "NAME:TAG")]
     pub(crate) name: String,

@@ -44,6 +44,9 @@ const PROGRAMS: [Program; 15] = [
     Program { name: "/etc/ssl/certs/ca-certificates.crt", package: "ca-certificates", used_by: "image" },
 ];
 
+/// The oldest Go that fetches by itself the release that a module asks for.
+const OLDEST_GO: u32 = 21;
+
 /// The release of bpf-linker that is known to build these programs.
 const LINKER_VERSION: &str = "0.13";
 /// The LLVM versions that this bpf-linker can be built on, the preferred ones first.
@@ -60,6 +63,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
     let mut packages = Packages::of_this_machine();
     install_programs(&mut packages)?;
     install_components(workspace)?;
+    install_go(&mut packages)?;
     // The linker first: a compiler newer than the linker's LLVM will not do.
     install_linker(workspace, &mut packages)?;
     install_kernel_toolchain(&mut packages)?;
@@ -153,6 +157,34 @@ fn install_components(workspace: &Workspace) -> Result<()> {
             .with_context(|| format!("adding {component}"))?;
     }
     Ok(())
+}
+
+/// What builds Kubernetes for the cluster. Not everybody needs it, so its lack is told and no failure.
+fn install_go(packages: &mut Packages) -> Result<()> {
+    if process::output(Command::new("go").arg("version")).is_ok_and(|said| go_minor(&said) >= Some(OLDEST_GO)) {
+        return Ok(());
+    }
+    if packages.refusal.is_none() {
+        packages.refresh()?;
+        let policy = process::output(Command::new("apt-cache").args(["policy", "golang-go"]).env("LC_ALL", "C"))?;
+        let candidate = policy.lines().find_map(|line| line.trim().strip_prefix("Candidate:"));
+        if candidate.and_then(go_minor) >= Some(OLDEST_GO) {
+            return packages.install(&["golang-go"].into());
+        }
+    }
+    eprintln!(
+        "setup: no Go 1.{OLDEST_GO} or newer, and no package golang-go of it: `cargo xtask cluster` and `test --cluster` \
+         build Kubernetes with it, unless KUBEBUILDER_ASSETS or PATH has the programs; put one from go.dev/dl into PATH"
+    );
+    Ok(())
+}
+
+/// `26` of `go version go1.26.8 linux/amd64` and of a Debian version `2:1.26~1`.
+fn go_minor(text: &str) -> Option<u32> {
+    text.split_whitespace().find_map(|word| {
+        let version = word.rsplit(':').next()?.trim_start_matches("go").strip_prefix("1.")?;
+        version.split(|end: char| !end.is_ascii_digit()).next()?.parse().ok()
+    })
 }
 
 fn rustc() -> String {
@@ -260,6 +292,19 @@ mod tests {
             ("", false),
         ] {
             assert_eq!(is_wanted_linker(version), good, "{version:?}");
+        }
+    }
+
+    #[test]
+    fn the_release_of_go_is_found_in_what_go_and_debian_say() {
+        for (text, minor) in [
+            ("go version go1.26.8 linux/amd64\n", Some(26)),
+            (" 2:1.19~1", Some(19)),
+            ("1.24.4-1", Some(24)),
+            ("(none)", None),
+            ("", None),
+        ] {
+            assert_eq!(go_minor(text), minor, "{text:?}");
         }
     }
 

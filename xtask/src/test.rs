@@ -21,9 +21,12 @@ use std::time::{Duration, Instant};
 pub(crate) struct Options {
     /// Only tests whose name contains this
     filter: Option<String>,
-    /// Only these stages: build, check, unit, script, simulation, chart, netns, ebpf
-    #[arg(long, value_delimiter = ',')]
+    /// Only these stages: build, check, unit, script, simulation, chart, netns, ebpf, cluster
+    #[arg(long, value_delimiter = ',', conflicts_with = "cluster")]
     stage: Vec<String>,
+    /// The stage `cluster` alone, which is no part of the others: a real Kubernetes cluster on this machine
+    #[arg(long)]
+    cluster: bool,
     /// Accept that the stages that need root are skipped
     #[arg(long)]
     unprivileged: bool,
@@ -46,7 +49,11 @@ enum Stage {
     },
 }
 
-const STAGES: [Stage; 8] = [
+/// What runs in a real cluster, with the image of the debug build. It is not run unless it is asked for: with nothing
+/// cached it first builds Kubernetes.
+const CLUSTER: Stage = Stage::Target { name: "cluster", privileged: true };
+
+const STAGES: [Stage; 9] = [
     Stage::Build,
     Stage::Check,
     Stage::Unit,
@@ -55,6 +62,7 @@ const STAGES: [Stage; 8] = [
     Stage::Target { name: "chart", privileged: false },
     Stage::Target { name: "netns", privileged: true },
     Stage::Target { name: "ebpf", privileged: true },
+    CLUSTER,
 ];
 
 impl Stage {
@@ -65,6 +73,16 @@ impl Stage {
             Self::Unit => "unit",
             Self::Simulation => "simulation",
             Self::Target { name, .. } => name,
+        }
+    }
+}
+
+impl Options {
+    fn wants(&self, stage: Stage) -> bool {
+        if self.cluster || self.stage.is_empty() {
+            self.cluster == (stage == CLUSTER)
+        } else {
+            self.stage.iter().any(|name| name == stage.name())
         }
     }
 }
@@ -81,7 +99,7 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<bool> {
     let mut totals = Totals::default();
     let mut times: Vec<(Stage, Duration)> = Vec::new();
     for stage in STAGES {
-        if !options.stage.is_empty() && !options.stage.iter().any(|name| name == stage.name()) {
+        if !options.wants(stage) {
             continue;
         }
         eprintln!("\n== {} ==", stage.name());
@@ -150,6 +168,9 @@ fn stage_run(
             }
         }
         Stage::Target { name, .. } => {
+            if stage == CLUSTER {
+                crate::cluster::image(workspace)?;
+            }
             let mut arguments = vec!["--test".to_owned(), name.to_owned()];
             arguments.extend(options.filter.clone());
             cargo_test(workspace, name, &arguments, totals)?;

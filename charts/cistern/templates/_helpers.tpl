@@ -147,6 +147,13 @@ httpGet:
 - apiGroups: [cilium.io]
   resources: [ciliumnodes/status]
   verbs: [patch]
+{{ include "cistern.eventRules" . }}
+{{- end }}
+
+{{- define "cistern.eventRules" -}}
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create, patch]
 {{- end }}
 
 {{- define "cistern.operatorRules" -}}

@@ -51,6 +51,8 @@ enum Command {
     Start { machine: String, daemon: Daemon },
     /// Kills everything on a machine and starts it again; its disk is kept
     Reboot { machine: String },
+    /// Tells the demo's story by kubectl, in a cluster with Cistern
+    Demo,
     /// Finds or builds every program, and prints where each is
     Binaries {
         /// Release of Kubernetes
@@ -115,6 +117,7 @@ fn run(command: Command) -> Result<ExitCode> {
             cluster.machine(&machine)?.power_off()?;
             cluster.power_on(&machine)?;
         }
+        Command::Demo => return Ok(exit_code(cluster::tell(&Cluster::open()?)?)),
         Command::Binaries { kubernetes } => {
             for path in Binaries::new(&kubernetes)?.find_all()? {
                 println!("{}", path.display());
@@ -173,7 +176,11 @@ fn status(cluster: &Cluster) -> Result<ExitCode> {
     if let Err(error) = ready {
         println!("API server: {error:#}");
     }
-    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(exit_code(good))
+}
+
+fn exit_code(good: bool) -> ExitCode {
+    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn logs(cluster: &Cluster, machine: Option<&str>, daemon: Option<Daemon>, lines: usize) -> Result<()> {

@@ -105,11 +105,29 @@ impl Machine {
         self.enter(&["--net"], program.as_ref())
     }
 
+    /// A program of the host in the network of one of the machine's containers, given by its ID.
+    ///
+    /// # Errors
+    /// When the machine is off, or the container does not run.
+    pub fn command_in_container(&self, id: &str, program: impl AsRef<Path>) -> Result<Command> {
+        let tasks = self.run("ctr", &["--namespace", "k8s.io", "tasks", "list"])?;
+        let process = tasks.lines().find_map(|line| {
+            let mut fields = line.split_whitespace();
+            (fields.next() == Some(id)).then(|| fields.next()?.parse().ok()).flatten()
+        });
+        let process = process.with_context(|| format!("{}: container {id} does not run", self.name))?;
+        self.enter_those_of(process, &["--net"], program.as_ref())
+    }
+
     fn enter(&self, namespaces: &[&str], program: &Path) -> Result<Command> {
+        self.enter_those_of(self.id()?, namespaces, program)
+    }
+
+    fn enter_those_of(&self, process: u32, namespaces: &[&str], program: &Path) -> Result<Command> {
         // In the machine's group, so that it ends with the machine.
         let procs = cgroup::make_daemon(&self.name, COMMANDS)?;
         let mut command = in_group(&procs);
-        command.args(["nsenter", "--target", &self.id()?.to_string()]).args(namespaces).arg("--").arg(program);
+        command.args(["nsenter", "--target", &process.to_string()]).args(namespaces).arg("--").arg(program);
         command.env("PATH", &self.path);
         Ok(command)
     }

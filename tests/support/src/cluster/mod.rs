@@ -42,6 +42,7 @@ mod machine;
 mod pki;
 mod spec;
 mod state;
+mod story;
 
 pub use daemon::Daemon;
 pub use machine::{Machine, Segment};
@@ -49,6 +50,7 @@ pub use spec::{
     CONTROL, Cni, DNS_SERVICE, Ipam, KUBERNETES_SERVICE, OUTSIDE, POD_NETWORK, SERVICE_NETWORK, Spec, minor_release,
 };
 pub use state::DIRECTORY;
+pub use story::tell;
 
 use crate::lab::output;
 use anyhow::{Context, Result, bail, ensure};
@@ -327,6 +329,14 @@ impl Cluster {
         let mut command = self.machine(CONTROL_NAME)?.command_in_network(program)?;
         command.env("KUBECONFIG", kubeconfig());
         Ok(command)
+    }
+
+    /// `helm …` with every right.
+    ///
+    /// # Errors
+    /// When it fails, with what it said.
+    pub fn helm(&self, arguments: &[&str]) -> Result<String> {
+        output(self.client("helm")?.args(arguments), &format!("helm {}", arguments.join(" ")))
     }
 
     /// Puts an image on every node: a file in the OCI or Docker format, or a name in buildah's store.

@@ -1,0 +1,181 @@
+//! What goes wrong in a cluster.
+
+use crate::rig::{LONG, NAMESPACE, Rig, SYSTEM, items, text};
+use crate::traffic::Traffic;
+use anyhow::{Context, Result, ensure};
+use cistern_tests::cluster::{Daemon, wait_for};
+use serde_json::Value;
+use std::time::Duration;
+
+pub(crate) fn agent_deleted() -> Result<()> {
+    let rig = Rig::new()?;
+    let pods = rig.web()?;
+    let traffic = Traffic::start(&rig, &pods)?;
+    for node in ["node-1", "node-2"] {
+        let agent = rig.agent(node)?;
+        rig.system(&["delete", "pod", &agent, LONG])?;
+        rig.agents_are_ready()?;
+        ensure!(rig.agent(node)? != agent, "{agent} was not replaced");
+    }
+    traffic.finish()?;
+    rig.addresses_agree()
+}
+
+/// Where an agent may run while one is to be away.
+const AWAY: &str = r#"{"spec":{"template":{"spec":{"nodeSelector":{"agent":"here"}}}}}"#;
+const BACK: &str = r#"{"spec":{"template":{"spec":{"nodeSelector":{"agent":null}}}}}"#;
+
+pub(crate) fn agent_away() -> Result<()> {
+    let rig = Rig::new()?;
+    rig.web()?;
+    rig.make_pod("early", "node-1")?;
+    rig.pod_is_ready("early")?;
+    let address = rig.pods("app=early")?.first().context("the pod is gone")?.address;
+
+    rig.cluster.kubectl(&["label", "node", "node-2", "agent=here", "--overwrite"])?;
+    rig.system(&["patch", "daemonset/cistern", "--patch", AWAY])?;
+    let selector = ["--selector", "app.kubernetes.io/name=cistern-agent"];
+    let on_node = ["--field-selector", "spec.nodeName=node-1", "--output", "name"];
+    wait_for("the agent of node-1 to be gone", || {
+        Ok(rig.system(&[&["get", "pods"], &selector[..], &on_node].concat())?.is_empty())
+    })?;
+    // Its DEL succeeds without the agent: kubelet lets the pod go.
+    rig.kubectl(&["delete", "pod/early", LONG])?;
+    rig.make_pod("late", "node-1")?;
+    let mut told = String::new();
+    wait_for("an event that tells what the pod waits for", || {
+        let of = "involvedObject.name=late,reason=FailedCreatePodSandBox";
+        let events = rig.cluster.kubectl_json(&["--namespace", NAMESPACE, "get", "events", "--field-selector", of])?;
+        told = items(&events).map(|event| text(event, "/message").to_owned()).collect();
+        Ok(!told.is_empty())
+    })?;
+    ensure!(told.contains("agent"), "kubelet tells: {told}");
+
+    rig.system(&["patch", "daemonset/cistern", "--patch", BACK])?;
+    rig.agents_are_ready()?;
+    rig.pod_is_ready("late")?;
+    // The DEL was not lost: the address is free, or rests.
+    wait_for("the address of the deleted pod to be given back", || {
+        let held = rig.cistern("node-1", &["ip", "list"])?;
+        let rows = held.as_array().into_iter().flatten();
+        let mut of_early = rows.filter(|row| text(row, "/address") == address.to_string());
+        Ok(of_early.all(|row| text(row, "/state") != "confirmed" || text(row, "/owner").ends_with("/late")))
+    })?;
+    rig.addresses_agree()?;
+    rig.kubectl(&["delete", "pod/late", LONG])?;
+    rig.cluster.kubectl(&["label", "node", "node-2", "agent-"]).map(drop)
+}
+
+pub(crate) fn node_daemons() -> Result<()> {
+    let rig = Rig::new()?;
+    let pods = rig.web()?;
+    let traffic = Traffic::start(&rig, &pods)?;
+    for daemon in [Daemon::Kubelet, Daemon::Containerd] {
+        pods[0].node.kill(daemon)?;
+        rig.cluster.start("node-1", daemon)?;
+        let name = format!("after-{}", daemon.name());
+        rig.make_pod(&name, "node-1")?;
+        rig.pod_is_ready(&name)?;
+    }
+    rig.cluster.wait_ready()?;
+    traffic.finish()?;
+    rig.kubectl(&["delete", "pod/after-kubelet", "pod/after-containerd", LONG])?;
+    rig.addresses_agree()
+}
+
+pub(crate) fn control_plane_away() -> Result<()> {
+    const OUTAGE: Duration = Duration::from_secs(20);
+    let rig = Rig::new()?;
+    let pods = rig.web()?;
+    let traffic = Traffic::start(&rig, &pods)?;
+    let control = rig.cluster.machine("control")?;
+    control.kill(Daemon::Etcd)?;
+    control.kill(Daemon::KubeApiserver)?;
+    std::thread::sleep(OUTAGE);
+    rig.cluster.power_on("control")?;
+    rig.cluster.wait_for_api()?;
+    rig.cluster.wait_ready()?;
+    rig.agents_are_ready()?;
+    rig.make_pod("after-outage", "node-2")?;
+    rig.pod_is_ready("after-outage")?;
+    traffic.finish()?;
+    rig.kubectl(&["delete", "pod/after-outage", LONG])?;
+    rig.addresses_agree()
+}
+
+pub(crate) fn reboot() -> Result<()> {
+    let rig = Rig::new()?;
+    rig.web()?;
+    let node = rig.cluster.machine("node-2")?;
+    node.power_off()?;
+    rig.cluster.power_on("node-2")?;
+    wait_for("the pods of node-2 to run again", || Ok(restarts(&rig, "node-2")?.iter().all(|count| *count > 0)))?;
+    rig.cluster.wait_ready()?;
+    rig.agents_are_ready()?;
+    let pods = rig.web()?;
+    rig.addresses_agree()?;
+    Traffic::start(&rig, &pods)?.finish()
+}
+
+/// How often each container of the web pods of a node was started again.
+fn restarts(rig: &Rig, node: &str) -> Result<Vec<u64>> {
+    let list = rig.cluster.kubectl_json(&["--namespace", NAMESPACE, "get", "pods", "--selector", "app=web"])?;
+    let on_node = items(&list).filter(|pod| text(pod, "/spec/nodeName") == node);
+    Ok(on_node
+        .map(|pod| pod.pointer("/status/containerStatuses/0/restartCount").and_then(Value::as_u64).unwrap_or(0))
+        .collect())
+}
+
+/// Who leads the operators.
+fn leader(rig: &Rig) -> Result<String> {
+    rig.system(&["get", "lease/cistern-operator", "--output", "jsonpath={.spec.holderIdentity}"])
+}
+
+pub(crate) fn leader_killed() -> Result<()> {
+    let rig = Rig::new()?;
+    let first = leader(&rig)?;
+    let list = rig.cluster.kubectl_json(&[
+        "--namespace",
+        SYSTEM,
+        "get",
+        "pods",
+        "--selector",
+        "app.kubernetes.io/name=cistern-operator",
+    ])?;
+    let pod = items(&list).find(|pod| {
+        [text(pod, "/metadata/name"), text(pod, "/spec/nodeName")].iter().any(|name| {
+            first == **name || first.starts_with(&format!("{name}-")) || first.starts_with(&format!("{name}_"))
+        })
+    });
+    let pod = text(pod.with_context(|| format!("the leader {first:?} is no operator of {list:#}"))?, "/metadata/name");
+    rig.system(&["delete", "pod", pod, "--grace-period=0", "--force", LONG])?;
+    wait_for("another leader", || {
+        let now = leader(&rig)?;
+        Ok(!now.is_empty() && now != first)
+    })?;
+    rig.system(&["rollout", "status", "deployment/cistern-operator", LONG]).map(drop)
+}
+
+pub(crate) fn node_deleted() -> Result<()> {
+    let rig = Rig::new()?;
+    rig.web()?;
+    let node = rig.cluster.machine("node-2")?;
+    let others = rig.blocks("node-1")?;
+    node.kill(Daemon::Kubelet)?;
+    rig.cluster.kubectl(&["delete", "node/node-2", LONG])?;
+    wait_for("its CiliumNode to be gone", || {
+        Ok(rig.cluster.kubectl(&["get", "ciliumnode/node-2", "--ignore-not-found", "--output", "name"])?.is_empty())
+    })?;
+    rig.cluster.start("node-2", Daemon::Kubelet)?;
+    wait_for("the node to be there again", || {
+        let names = rig.cluster.kubectl(&["get", "nodes,ciliumnodes", "--output", "name"])?;
+        Ok(names.lines().filter(|name| name.ends_with("/node-2")).count() == 2)
+    })?;
+    rig.cluster.wait_ready()?;
+    rig.agents_are_ready()?;
+    let pods = rig.web()?;
+    let blocks = rig.blocks("node-2")?;
+    ensure!(blocks.len() == 1 && blocks != others, "node-2 has {blocks:?}, node-1 {others:?}");
+    rig.addresses_agree()?;
+    Traffic::start(&rig, &pods)?.finish()
+}

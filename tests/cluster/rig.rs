@@ -1,0 +1,262 @@
+//! The cluster that the cases share, with Cistern and some pods in it.
+
+use anyhow::{Context, Result, ensure};
+use cistern_tests::cluster::{self, Cluster, Ipam, Machine, Spec, wait_for};
+use ipnet::Ipv4Net;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Where the pods of the cases are.
+pub(crate) const NAMESPACE: &str = "web";
+/// Where Cistern is.
+pub(crate) const SYSTEM: &str = "kube-system";
+/// How long `kubectl` waits for many things.
+pub(crate) const LONG: &str = "--timeout=600s";
+
+/// A Service with a port of the nodes, and its namespace.
+const WEB: &str = include_str!("web.yaml");
+/// Two pods of it on a node, which say who they are.
+const WEB_OF_NODE: &str = include_str!("web-of-node.yaml");
+/// Address of the Service in [`WEB`].
+pub(crate) const WEB_SERVICE: &str = "10.96.8.8:80";
+/// Port of the nodes in [`WEB`].
+pub(crate) const WEB_NODE_PORT: u16 = 30_080;
+
+/// A program that says what it sees of a network.
+pub(crate) const PROBE: &str = env!("CARGO_BIN_EXE_cistern-probe");
+
+/// A cluster with Cistern.
+pub(crate) struct Rig {
+    pub(crate) cluster: Cluster,
+}
+
+/// A pod of the cases that runs.
+#[derive(Debug, Clone)]
+pub(crate) struct Pod {
+    pub(crate) name: String,
+    pub(crate) node: Machine,
+    pub(crate) address: Ipv4Addr,
+    container: String,
+}
+
+impl Pod {
+    /// A program of the host in the pod's network.
+    pub(crate) fn command(&self, program: &str) -> Result<Command> {
+        self.node.command_in_container(&self.container, program)
+    }
+
+    /// What [`PROBE`] sees from here.
+    pub(crate) fn ask<T: DeserializeOwned>(&self, arguments: &[&str]) -> Result<T> {
+        answer(self.command(PROBE)?.args(arguments), &format!("{} on {}", self.name, self.node.name()))
+    }
+}
+
+/// What a probe printed.
+pub(crate) fn answer<T: DeserializeOwned>(command: &mut Command, who: &str) -> Result<T> {
+    let output = command.output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{who}: {:?}: {}", command.get_args().collect::<Vec<_>>(), said.trim());
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+impl Rig {
+    /// The cluster of the most cases: Cistern's operator gives the blocks.
+    pub(crate) fn new() -> Result<Self> {
+        let rig = Self::without_cistern(Ipam::ClusterPool)?;
+        rig.install(&[])?;
+        Ok(rig)
+    }
+
+    /// A cluster in which Cistern may be missing.
+    pub(crate) fn without_cistern(ipam: Ipam) -> Result<Self> {
+        let spec = Spec { ipam, ..Spec::default() };
+        if Cluster::open().is_ok_and(|there| *there.spec() != spec) {
+            cluster::down()?;
+        }
+        Ok(Self { cluster: Cluster::up(&spec)? })
+    }
+
+    /// Installs Cistern, unless it is there.
+    pub(crate) fn install(&self, values: &[String]) -> Result<()> {
+        if self.cluster.helm(&["status", "cistern", "--namespace", SYSTEM]).is_err() {
+            let image = image();
+            self.cluster.load(image.to_str().context("the image's path is not UTF-8")?)?;
+            self.cluster.install_cistern(values)?;
+        }
+        self.cluster.wait_ready()?;
+        self.agents_are_ready()
+    }
+
+    /// `kubectl` for an object of the cases.
+    pub(crate) fn kubectl(&self, arguments: &[&str]) -> Result<String> {
+        self.cluster.kubectl(&[&["--namespace", NAMESPACE], arguments].concat())
+    }
+
+    /// `kubectl` for an object of Cistern.
+    pub(crate) fn system(&self, arguments: &[&str]) -> Result<String> {
+        self.cluster.kubectl(&[&["--namespace", SYSTEM], arguments].concat())
+    }
+
+    /// Waits until every agent is ready.
+    pub(crate) fn agents_are_ready(&self) -> Result<()> {
+        self.system(&["rollout", "status", "daemonset/cistern", LONG]).map(drop)
+    }
+
+    /// The pods of the Service, which are made if they are missing: two on each node, those of the first node first.
+    pub(crate) fn web(&self) -> Result<Vec<Pod>> {
+        self.cluster.apply(WEB)?;
+        let nodes = self.cluster.spec().node_names()?;
+        for node in &nodes {
+            self.cluster.apply(&WEB_OF_NODE.replace("NODE", node))?;
+        }
+        for node in &nodes {
+            self.kubectl(&["rollout", "status", &format!("deployment/web-{node}"), LONG])?;
+        }
+        let mut pods = Vec::new();
+        wait_for("two pods on each node", || {
+            pods = self.pods("app=web")?;
+            Ok(pods.len() == 2 * nodes.len())
+        })
+        .with_context(|| format!("there are {pods:#?}"))?;
+        Ok(pods)
+    }
+
+    /// The pods with a label that run and are not about to end, by node and name.
+    pub(crate) fn pods(&self, label: &str) -> Result<Vec<Pod>> {
+        let list = self.cluster.kubectl_json(&["--namespace", NAMESPACE, "get", "pods", "--selector", label])?;
+        let mut pods = Vec::new();
+        for pod in items(&list).filter(|pod| pod.pointer("/metadata/deletionTimestamp").is_none()) {
+            let ready = pod.pointer("/status/containerStatuses/0/ready") == Some(&Value::Bool(true));
+            let address = text(pod, "/status/podIP").parse();
+            let (true, Ok(address)) = (ready, address) else { continue };
+            pods.push(Pod {
+                name: text(pod, "/metadata/name").to_owned(),
+                node: self.cluster.machine(text(pod, "/spec/nodeName"))?,
+                address,
+                container: text(pod, "/status/containerStatuses/0/containerID")
+                    .trim_start_matches("containerd://")
+                    .to_owned(),
+            });
+        }
+        pods.sort_by(|one, other| (one.node.name(), &one.name).cmp(&(other.node.name(), &other.name)));
+        Ok(pods)
+    }
+
+    /// A pod that does nothing, on a node.
+    pub(crate) fn make_pod(&self, name: &str, node: &str) -> Result<()> {
+        self.cluster.apply(&format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: {NAMESPACE}, labels: {{app: {name}}}}}\n\
+             spec:\n  nodeName: {node}\n  terminationGracePeriodSeconds: 0\n  containers:\n  - name: pause\n    \
+             image: localhost/pause:1\n    imagePullPolicy: Never\n"
+        ))
+    }
+
+    /// Waits until a pod is ready.
+    pub(crate) fn pod_is_ready(&self, name: &str) -> Result<()> {
+        self.kubectl(&["wait", "--for=condition=Ready", &format!("pod/{name}"), LONG]).map(drop)
+    }
+
+    /// The name of a node's agent.
+    pub(crate) fn agent(&self, node: &str) -> Result<String> {
+        let on_node = format!("spec.nodeName={node}");
+        let selector = ["--selector", "app.kubernetes.io/name=cistern-agent", "--field-selector", &on_node];
+        self.system(&[&["get", "pods", "--output", "jsonpath={.items[0].metadata.name}"], &selector[..]].concat())
+    }
+
+    /// What `cistern …` says on a node.
+    pub(crate) fn cistern(&self, node: &str, arguments: &[&str]) -> Result<Value> {
+        let agent = self.agent(node)?;
+        let exec = ["exec", &agent, "--container", "cistern-agent", "--", "/usr/bin/cistern"];
+        Ok(serde_json::from_str(&self.system(&[&exec[..], arguments, &["--output", "json"]].concat())?)?)
+    }
+
+    /// The blocks of a node, as its CiliumNode has them.
+    pub(crate) fn blocks(&self, node: &str) -> Result<Vec<Ipv4Net>> {
+        let node = self.cluster.kubectl_json(&["get", "ciliumnode", node])?;
+        let blocks = node.pointer("/spec/ipam/podCIDRs").and_then(Value::as_array).into_iter().flatten();
+        blocks.map(|block| Ok(block.as_str().unwrap_or_default().parse()?)).collect()
+    }
+
+    /// Every pod with an address of its own: its node, its name with namespace, its address.
+    fn addresses(&self) -> Result<BTreeMap<String, BTreeSet<(String, Ipv4Addr)>>> {
+        let list = self.cluster.kubectl_json(&["get", "pods", "--all-namespaces"])?;
+        let mut nodes: BTreeMap<String, BTreeSet<(String, Ipv4Addr)>> = BTreeMap::new();
+        for pod in items(&list).filter(|pod| pod.pointer("/spec/hostNetwork") != Some(&Value::Bool(true))) {
+            let name = format!("{}/{}", text(pod, "/metadata/namespace"), text(pod, "/metadata/name"));
+            if let Ok(address) = text(pod, "/status/podIP").parse() {
+                nodes.entry(text(pod, "/spec/nodeName").to_owned()).or_default().insert((name, address));
+            }
+        }
+        Ok(nodes)
+    }
+
+    /// Waits until each agent holds the addresses of its node's pods and no other, and checks that no address is there
+    /// twice or belongs to another node's block. Those that rest after a DEL are not held.
+    pub(crate) fn addresses_agree(&self) -> Result<()> {
+        let mut difference = String::new();
+        wait_for("the agents to hold the addresses of all pods and no other", || {
+            let wanted = self.addresses()?;
+            difference.clear();
+            for node in self.cluster.spec().node_names()? {
+                let blocks = self.blocks(&node)?;
+                let held = self.cistern(&node, &["ip", "list"])?;
+                let held: BTreeSet<(String, Ipv4Addr)> = held
+                    .as_array()
+                    .into_iter()
+                    .flatten()
+                    .filter(|row| matches!(text(row, "/state"), "confirmed" | "provisional"))
+                    .map(|row| Ok((text(row, "/owner").to_owned(), text(row, "/address").parse()?)))
+                    .collect::<Result<_>>()?;
+                let wanted = wanted.get(&node).cloned().unwrap_or_default();
+                if held != wanted {
+                    difference.push_str(&format!("{node} holds {held:?}, and its pods have {wanted:?}\n"));
+                }
+                for (name, address) in &wanted {
+                    if !blocks.iter().any(|block| block.contains(address)) {
+                        difference.push_str(&format!("{name} on {node} has {address}, its blocks are {blocks:?}\n"));
+                    }
+                }
+            }
+            Ok(difference.is_empty())
+        })
+        .with_context(|| difference.clone())?;
+        let all: Vec<Ipv4Addr> = self.addresses()?.into_values().flatten().map(|(_, address)| address).collect();
+        let different: BTreeSet<&Ipv4Addr> = all.iter().collect();
+        ensure!(different.len() == all.len(), "two pods have one address: {all:?}");
+        Ok(())
+    }
+}
+
+/// Where `cargo xtask image` puts it.
+pub(crate) fn image() -> PathBuf {
+    Path::new(PROBE).ancestors().nth(2).unwrap_or(Path::new("/")).join("image/cistern.tar")
+}
+
+/// What a list holds.
+pub(crate) fn items(list: &Value) -> impl Iterator<Item = &Value> {
+    list.get("items").and_then(Value::as_array).into_iter().flatten()
+}
+
+/// Text in an object; empty where there is none.
+pub(crate) fn text<'a>(object: &'a Value, pointer: &str) -> &'a str {
+    object.pointer(pointer).and_then(Value::as_str).unwrap_or_default()
+}
+
+/// Prints what is there, for somebody who reads why a case failed.
+pub(crate) fn describe() {
+    let Ok(cluster) = Cluster::open() else { return };
+    let wanted: [&[&str]; 4] = [
+        &["get", "nodes,ciliumnodes", "--output", "wide"],
+        &["get", "pods", "--all-namespaces", "--output", "wide"],
+        &["get", "events", "--all-namespaces", "--field-selector", "type=Warning"],
+        &["--namespace", SYSTEM, "logs", "--selector", "app.kubernetes.io/part-of=cistern", "--tail=25", "--prefix"],
+    ];
+    for arguments in wanted {
+        let said = cluster.kubectl(arguments).unwrap_or_else(|error| format!("{error:#}"));
+        eprintln!("--- kubectl {}\n{said}", arguments.join(" "));
+    }
+}

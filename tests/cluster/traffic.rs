@@ -1,0 +1,76 @@
+//! Streams that nothing may be lost of.
+
+use crate::rig::{PROBE, Pod, Rig};
+use anyhow::{Context, Result, ensure};
+use cistern_tests::cluster::OUTSIDE;
+use cistern_tests::probe::StreamReport;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+
+/// Where [`serve`] listens.
+pub(crate) const PORT: u16 = 9000;
+
+/// A process that ends with its value.
+#[derive(Debug)]
+pub(crate) struct Ending(Child);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        // Errors mean that it has ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Serves echo where `probe`, a command of [`PROBE`], runs.
+pub(crate) fn serve(mut probe: Command) -> Result<Ending> {
+    probe.args(["serve", &format!("0.0.0.0:{PORT}")]);
+    let mut child = Ending(probe.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?);
+    let mut line = String::new();
+    BufReader::new(child.0.stdout.as_mut().context("no output")?).read_line(&mut line)?;
+    ensure!(line.starts_with("ready"), "a server of echo says {line:?}");
+    Ok(child)
+}
+
+/// TCP and UDP between pods of two nodes, and from both to the host outside.
+pub(crate) struct Traffic {
+    streams: Vec<(String, Ending)>,
+    _servers: Vec<Ending>,
+}
+
+impl Traffic {
+    /// Starts between the first pod of the first node and that of the second.
+    pub(crate) fn start(rig: &Rig, pods: &[Pod]) -> Result<Self> {
+        let [one, _, other, _] = pods else { anyhow::bail!("expected two pods on each of two nodes: {pods:?}") };
+        let outside = rig.cluster.machine("outside")?.command_in_network(PROBE)?;
+        let servers = vec![serve(outside)?, serve(other.command(PROBE)?)?];
+        let mut streams = Vec::new();
+        for (from, to) in [(one, other.address), (one, OUTSIDE), (other, OUTSIDE)] {
+            for kind in ["stream-tcp", "stream-udp"] {
+                let mut probe = from.command(PROBE)?;
+                probe.args([kind, &format!("{to}:{PORT}"), "--per-second", "100"]);
+                let child = probe.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+                streams.push((format!("{kind} from {} to {to}", from.node.name()), Ending(child)));
+            }
+        }
+        Ok(Self { streams, _servers: servers })
+    }
+
+    /// Ends the streams; fails when anything of them was lost.
+    pub(crate) fn finish(mut self) -> Result<()> {
+        for (_, stream) in &mut self.streams {
+            drop(stream.0.stdin.take());
+        }
+        let mut wrong = Vec::new();
+        for (name, stream) in &mut self.streams {
+            let output = std::io::read_to_string(stream.0.stdout.as_mut().context("no output")?)?;
+            let report: StreamReport =
+                serde_json::from_str(&output).with_context(|| format!("{name} says {output:?}"))?;
+            if report.sent == 0 || report.received != report.sent || report.error.is_some() {
+                wrong.push(format!("{name}: {report:?}"));
+            }
+        }
+        ensure!(wrong.is_empty(), "lost: {}", wrong.join("\n"));
+        Ok(())
+    }
+}

@@ -1,0 +1,130 @@
+//! The demo's story on a real cluster, told by `kubectl`.
+
+use super::images::AGNHOST_IMAGE;
+use super::spec::{OUTSIDE, OUTSIDE_NAME};
+use super::{Cluster, wait_for};
+use anyhow::{Context, Result, ensure};
+use std::process::{Child, Stdio};
+
+/// Port of everything that is spoken to.
+const PORT: u16 = 8080;
+/// What a pod is asked while its agent is replaced.
+const REQUESTS: u32 = 300;
+
+/// Lines of what was seen, and how many things were not so.
+struct Teller(u32);
+
+impl Teller {
+    fn tell(&mut self, item: &str, seen: Result<String>) {
+        match seen {
+            Ok(seen) => println!("  ok    {item:<30} {seen}"),
+            Err(error) => {
+                self.0 += 1;
+                println!("  FAIL  {item:<30} {error:#}");
+            }
+        }
+    }
+}
+
+/// A process that ends with the story.
+struct Ending(Child);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        // Errors mean that it has ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Tells it. Whether all of it was as it should be.
+///
+/// # Errors
+/// When it cannot even begin.
+pub fn tell(cluster: &Cluster) -> Result<bool> {
+    let mut teller = Teller(0);
+    let arguments = ["netexec".to_owned(), format!("--http-port={PORT}")];
+    let mut server = cluster.machine(OUTSIDE_NAME)?.command(cluster.binaries.find("agnhost")?)?;
+    server.args(&arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let _server = Ending(server.spawn()?);
+    teller.tell("kubectl get ciliumnodes", nodes(cluster));
+    for node in cluster.spec().node_names()? {
+        cluster.apply(&format!(
+            "{{apiVersion: v1, kind: Pod, metadata: {{name: on-{node}, labels: {{app: demo}}}}, spec: {{nodeName: {node}, \
+             terminationGracePeriodSeconds: 0, containers: [{{name: agnhost, image: '{AGNHOST_IMAGE}', \
+             imagePullPolicy: Never, args: [netexec, --http-port={PORT}]}}]}}}}"
+        ))?;
+    }
+    cluster.kubectl(&["wait", "--for=condition=Ready", "pod", "--selector", "app=demo", "--timeout=120s"])?;
+    let (one, other) = ("on-node-1", "on-node-2");
+    let addresses = [address(cluster, one)?, address(cluster, other)?];
+    teller.tell("kubectl get pods", Ok(format!("{one} {}, {other} {}", addresses[0], addresses[1])));
+    teller.tell("pod to pod across nodes", sees(cluster, one, &addresses[1], &addresses[0]));
+    let node = cluster.machine("node-1")?.address()?.to_string();
+    teller.tell("pod to a host outside", sees(cluster, one, &OUTSIDE.to_string(), &node));
+    teller.tell("pod to a Service, by name", curl(cluster, one, "https://kubernetes.default.svc/readyz"));
+    teller.tell("agent deleted meanwhile", agent_deleted(cluster, one, &addresses[1]));
+    let exec = ["--namespace", "kube-system", "exec", "daemonset/cistern", "--container", "cistern-agent", "--"];
+    let explain = [&exec[..], &["cistern", "explain", "ip", &addresses[0]]].concat();
+    teller.tell("kubectl exec … cistern explain", cluster.kubectl(&explain).map(|text| text.replace('\n', " ")));
+    teller.tell("kubectl delete pod", deleted(cluster));
+    Ok(teller.0 == 0)
+}
+
+fn nodes(cluster: &Cluster) -> Result<String> {
+    let column = "jsonpath={range .items[*]}{.metadata.name} {.spec.ipam.podCIDRs[*]} {end}";
+    let text = cluster.kubectl(&["get", "ciliumnodes", "--output", column])?;
+    ensure!(text.split_whitespace().count() == 2 * usize::from(cluster.spec().nodes), "{text:?}");
+    Ok(text)
+}
+
+fn address(cluster: &Cluster, pod: &str) -> Result<String> {
+    cluster.kubectl(&["get", "pod", pod, "--output", "jsonpath={.status.podIP}"])
+}
+
+fn curl(cluster: &Cluster, pod: &str, url: &str) -> Result<String> {
+    let said =
+        cluster.kubectl(&["exec", pod, "--", "curl", "--silent", "--fail", "--insecure", "--max-time", "20", url])?;
+    Ok(format!("{url} says {said}"))
+}
+
+/// Whom `to` sees when a pod speaks to it.
+fn sees(cluster: &Cluster, pod: &str, to: &str, wanted: &str) -> Result<String> {
+    let url = format!("http://{to}:{PORT}/clientip");
+    let said = curl(cluster, pod, &url)?;
+    ensure!(said.contains(&format!("says {wanted}:")), "{said}; expected {wanted}");
+    Ok(format!("{to} sees {pod} as {wanted}"))
+}
+
+/// Requests by a pod, each on a connection of its own, while the agents are replaced.
+fn agent_deleted(cluster: &Cluster, pod: &str, to: &str) -> Result<String> {
+    let script = format!(
+        "lost=0; for i in $(seq {REQUESTS}); do curl --silent --fail --max-time 5 --output /dev/null \
+         http://{to}:{PORT}/hostname || lost=$((lost+1)); done; echo $lost"
+    );
+    let mut requests = cluster.client("kubectl")?;
+    let requests = requests.args(["exec", pod, "--", "sh", "-c", &script]).stdout(Stdio::piped()).spawn()?;
+    let system = ["--namespace", "kube-system"];
+    let selector = "app.kubernetes.io/name=cistern-agent";
+    cluster.kubectl(&[&system[..], &["delete", "pod", "--selector", selector]].concat())?;
+    cluster.kubectl(&[&system[..], &["rollout", "status", "daemonset/cistern", "--timeout=120s"]].concat())?;
+    let output = requests.wait_with_output()?;
+    let lost = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    ensure!(output.status.success() && lost == "0", "{lost:?} of {REQUESTS} requests were lost");
+    Ok(format!("0 of {REQUESTS} requests lost while both agents were deleted and came again"))
+}
+
+fn deleted(cluster: &Cluster) -> Result<String> {
+    cluster.kubectl(&["delete", "pod", "--selector", "app=demo"])?;
+    for node in cluster.nodes()? {
+        let left = || -> Result<usize> {
+            let text = node.run("ip", &["-oneline", "route", "show"])?;
+            Ok(text.lines().filter(|line| line.contains("dev cst")).count())
+        };
+        let pods = ["get", "pods", "--all-namespaces", "--output", "name", "--field-selector"];
+        let on_node = format!("spec.nodeName={},spec.hostNetwork=false", node.name());
+        let wanted = cluster.kubectl(&[&pods[..], &[&on_node]].concat())?.lines().count();
+        wait_for("the pods' routes to be gone", || Ok(left()? == wanted)).context(node.name().to_owned())?;
+    }
+    Ok("no route of theirs is left on the nodes".to_owned())
+}
