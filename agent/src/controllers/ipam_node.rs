@@ -85,7 +85,7 @@ pub async fn run(mut inputs: Inputs, pool: Arc<Table<(), PoolRow>>, waits: Waits
         if let Some(row) = row {
             if inputs.mode == IpamMode::Kubernetes && current != Some(row.pod_cidr) {
                 let pod_cidr = row.pod_cidr;
-                tracing::info!(node = inputs.node, %pod_cidr, "Retrieved local node information from kubernetes Node");
+                tracing::info!(node = inputs.node, block = %pod_cidr, "Retrieved local node information from kubernetes Node");
             }
             pool.publish(BTreeMap::from([((), row)]));
         }

@@ -299,7 +299,7 @@ mod tests {
         assert!(name.len() <= LONGEST_NAME && !name.contains(".."), "{name}");
         assert_eq!(
             event_name(&("n1".into(), Reason::LeaseFinding), &notice("", 1)),
-            "n1.leasefinding.18867174a7430000"
+            "n1.leasefinding.18867251edfa0000"
         );
         assert_eq!((cut("äöü", 3), cut("abc", 9)), ("ä", "abc"));
     }

@@ -168,7 +168,7 @@ where
         let now = list.metadata.resource_version.as_deref().and_then(number);
         let went_back = now.zip(number(seen)).is_some_and(|(now, seen)| now < seen);
         if went_back {
-            tracing::warn!(table = self.table.name(), seen, ?now, "the API server went back to an older state");
+            tracing::warn!(table = self.table.name(), version = ?now, in_force = "a list that is taken now", "the API server went back to an older state");
         }
         Ok(went_back)
     }

@@ -38,6 +38,7 @@ pub const LOG_KEYS: &[(&str, &str)] = &[
     ("reason", "why it waits or was decided; of a notice, the event's reason"),
     ("rebooted", "whether the machine was rebooted since the last start"),
     ("replayed", "number of DELs that waited on disk"),
+    ("request", "what a CiliumNode asks its agent for"),
     ("scope", "the tasks that live and end together"),
     ("since", "since when, RFC 3339"),
     ("source", "where the ip-masq-agent list comes from"),

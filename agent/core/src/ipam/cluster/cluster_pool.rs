@@ -660,7 +660,13 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
         };
         if booked.is_err() {
             refused.insert(node.uid.clone());
-            avoid.extend(parse(&node.pod_cidrs).0.iter().map(|net| (net.trunc(), node.name.clone())));
+            for net in parse(&node.pod_cidrs).0 {
+                // Of several, the same one at every plan: their order here is another one once they are refused.
+                let owner = avoid.entry(net.trunc()).or_insert_with(|| node.name.clone());
+                if node.name < *owner {
+                    owner.clone_from(&node.name);
+                }
+            }
         }
     }
     ledger.refused = refused;
