@@ -127,6 +127,13 @@ impl AgentApi for Answers {
             })
             .map_err(failure)?;
         let address = granted.lease.addresses.ipv4.ok_or_else(no_ipv4)?;
+        // The first ADD of a node may come in the moment in which its router address is chosen; the pod's route on the
+        // node has it as source. The lease stays, so the next try gets the same address.
+        if !self.node.router_is_set().await {
+            let reason =
+                format!("the router address of {address} is not on this node yet; the address stays with the pod");
+            return Err(Failure::retryable(503, "router-not-set", reason));
+        }
         let Attachment { container_id, ifname } = &granted.lease.attachment;
         let pod = granted.lease.pod.as_ref().map(tracing::field::display);
         tracing::info!(container_id, ifname, pod, %address, "address given");

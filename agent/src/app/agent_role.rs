@@ -2,7 +2,7 @@
 
 use super::agent_api::Answers;
 use super::condition;
-use super::node_status::{MapRows, NodeStatus};
+use super::node_status::{MapRows, NodeStatus, ROUTER_ADDRESS};
 use super::operator_role::{self, Operator, until};
 use super::remembered;
 use super::supervisor::Supervisor;
@@ -248,9 +248,9 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
 
     // === Do ===
     let reconcile = Reconcilers { statuses: Arc::clone(&statuses), clock, token: token.clone() };
-    let mut required = vec!["routes", "router address"];
+    let mut required = vec!["routes", ROUTER_ADDRESS];
     tasks.spawn_loop("apply routes", reconcile.run("routes", targets.routes, routes.reader()));
-    tasks.spawn_loop("apply router address", reconcile.run("router address", targets.router, router.reader()));
+    tasks.spawn_loop("apply router address", reconcile.run(ROUTER_ADDRESS, targets.router, router.reader()));
     let reporter = events::Reporter { controller: kubernetes::AGENT, instance: name.clone() };
     let write = events::run(client.clone(), reporter, notices.reader(), cilium_nodes.reader(), clock, token.clone());
     tasks.spawn_loop("write events", write);

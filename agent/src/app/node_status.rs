@@ -18,6 +18,13 @@ use cistern_core::masquerade::plan::{DatapathSettings, DeviceEntry, EndpointEntr
 use ipnet::{IpNet, Ipv4Net};
 use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
 use std::sync::Arc;
+use std::time::Duration;
+
+/// The reconciler that puts the router address on this node.
+pub const ROUTER_ADDRESS: &str = "router address";
+
+/// How long an ADD waits for it before the caller is told to come again.
+const ROUTER_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Reads the rows of a kernel map as the CLI prints them.
 pub type MapRows = Arc<dyn Fn(&str) -> Result<serde_json::Value, String> + Send + Sync>;
@@ -167,6 +174,18 @@ impl NodeStatus {
         }
         reasons.extend(self.masquerade.peek().rows.get(&()).and_then(|row| row.not_ready.clone()));
         Health { ready: reasons.is_empty(), reasons }
+    }
+
+    /// Waits a moment for the router address to be on this node, and tells whether it is.
+    pub async fn router_is_set(&self) -> bool {
+        let mut targets = self.targets.clone();
+        let set = async {
+            while !targets.snapshot().rows.get(ROUTER_ADDRESS).is_some_and(|status| status.complete && status.done > 0)
+            {
+                targets.changed().await;
+            }
+        };
+        tokio::time::timeout(ROUTER_PATIENCE, set).await.is_ok()
     }
 
     /// Everything in one answer.
