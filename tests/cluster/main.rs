@@ -28,7 +28,7 @@ const CASES: [Case; 16] = [
     ("a_node_reboots", faults::reboot),
     ("the_leader_of_the_operators_is_killed", faults::leader_killed),
     ("a_node_is_deleted_and_comes_again", faults::node_deleted),
-    ("a_hundred_and_ten_pods_start_at_once", network::many_pods),
+    ("a_node_full_of_pods_starts_at_once", network::many_pods),
     ("an_uninstall_leaves_nothing_behind", installation::uninstall),
     ("pods_go_on_when_it_is_installed_again", installation::install_again),
     ("kubernetes_gives_the_blocks", installation::kubernetes_mode),

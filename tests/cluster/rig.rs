@@ -43,6 +43,12 @@ pub(crate) struct Pod {
     container: String,
 }
 
+impl std::fmt::Display for Pod {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {} on {}", self.name, self.address, self.node.name())
+    }
+}
+
 impl Pod {
     /// A program of the host in the pod's network.
     pub(crate) fn command(&self, program: &str) -> Result<Command> {

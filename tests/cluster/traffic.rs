@@ -6,9 +6,13 @@ use cistern_tests::cluster::OUTSIDE;
 use cistern_tests::probe::StreamReport;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// Where [`serve`] listens.
 pub(crate) const PORT: u16 = 9000;
+
+/// The least that streams go on for, so that each of them has begun.
+const LEAST: Duration = Duration::from_secs(5);
 
 /// A process that ends with its value.
 #[derive(Debug)]
@@ -34,6 +38,7 @@ pub(crate) fn serve(mut probe: Command) -> Result<Ending> {
 
 /// TCP and UDP between pods of two nodes, and from both to the host outside.
 pub(crate) struct Traffic {
+    start: Instant,
     streams: Vec<(String, Ending)>,
     _servers: Vec<Ending>,
 }
@@ -53,11 +58,12 @@ impl Traffic {
                 streams.push((format!("{kind} from {} to {to}", from.node.name()), Ending(child)));
             }
         }
-        Ok(Self { streams, _servers: servers })
+        Ok(Self { start: Instant::now(), streams, _servers: servers })
     }
 
     /// Ends the streams; fails when anything of them was lost.
     pub(crate) fn finish(mut self) -> Result<()> {
+        std::thread::sleep(LEAST.saturating_sub(self.start.elapsed()));
         for (_, stream) in &mut self.streams {
             drop(stream.0.stdin.take());
         }

@@ -60,9 +60,9 @@ pub enum Format {
 }
 
 /// Starts logging to standard error, once per process; later calls change nothing. `RUST_LOG` wins over `level`, which is
-/// that of Cistern's own lines; libraries speak from `info` on.
+/// that of Cistern's own lines; with `debug`, libraries speak from `info` on.
 pub fn init(format: Format, level: &str) {
-    let default = if level == "debug" { "info,cistern=debug" } else { level };
+    let default = directives(level);
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -75,6 +75,12 @@ pub fn init(format: Format, level: &str) {
         Format::Text => builder.try_init(),
         Format::Json => builder.json().try_init(),
     };
+}
+
+/// Who speaks from which level on. The client for the API server logs every failed try as an error; each wait says once
+/// what it waits for.
+fn directives(level: &str) -> String {
+    if level == "debug" { "info,cistern=debug".to_owned() } else { format!("{level},kube_client=off") }
 }
 
 #[cfg(test)]

@@ -355,8 +355,11 @@ impl Machine {
         let mut setup = "echo 1 >/proc/sys/net/ipv4/ip_forward\n".to_owned();
         for segment in [Segment::Nodes, Segment::Outside] {
             let (bridge, gateway) = (segment.bridge(), segment.gateway());
+            let [a, b, c, d] = gateway.octets();
+            // Of its own: else it changes with the ports, and the neighbours do not learn of it.
+            let address = format!("02:00:{a:02x}:{b:02x}:{c:02x}:{d:02x}");
             setup.push_str(&format!(
-                "ip link add {bridge} type bridge stp_state 0 forward_delay 0\n\
+                "ip link add {bridge} address {address} type bridge stp_state 0 forward_delay 0\n\
                  ip address add {gateway}/{PREFIX_LENGTH} dev {bridge}\n\
                  ip link set {bridge} up\n"
             ));

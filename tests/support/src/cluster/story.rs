@@ -64,9 +64,7 @@ pub fn tell(cluster: &Cluster) -> Result<bool> {
     teller.tell("pod to a host outside", sees(cluster, one, &OUTSIDE.to_string(), &node));
     teller.tell("pod to a Service, by name", curl(cluster, one, "https://kubernetes.default.svc/readyz"));
     teller.tell("agent deleted meanwhile", agent_deleted(cluster, one, &addresses[1]));
-    let exec = ["--namespace", "kube-system", "exec", "daemonset/cistern", "--container", "cistern-agent", "--"];
-    let explain = [&exec[..], &["cistern", "explain", "ip", &addresses[0]]].concat();
-    teller.tell("kubectl exec … cistern explain", cluster.kubectl(&explain).map(|text| text.replace('\n', " ")));
+    teller.tell("cistern explain ip", explain(cluster, "node-1", &addresses[0]));
     teller.tell("kubectl delete pod", deleted(cluster));
     Ok(teller.0 == 0)
 }
@@ -112,6 +110,19 @@ fn agent_deleted(cluster: &Cluster, pod: &str, to: &str) -> Result<String> {
     let lost = String::from_utf8_lossy(&output.stdout).trim().to_owned();
     ensure!(output.status.success() && lost == "0", "{lost:?} of {REQUESTS} requests were lost");
     Ok(format!("0 of {REQUESTS} requests lost while both agents were deleted and came again"))
+}
+
+/// What the agent of a node knows of an address.
+fn explain(cluster: &Cluster, node: &str, address: &str) -> Result<String> {
+    let system = ["--namespace", "kube-system"];
+    let selector = ["--selector", "app.kubernetes.io/name=cistern-agent", "--field-selector"];
+    let on_node = format!("spec.nodeName={node}");
+    let agent =
+        cluster.kubectl(&[&system[..], &["get", "pods", "--output", "name"], &selector, &[&on_node]].concat())?;
+    let exec = ["exec", &agent, "--container", "cistern-agent", "--", "cistern", "explain", "ip", address];
+    let said = cluster.kubectl(&[&system[..], &exec].concat())?;
+    ensure!(said.starts_with(&format!("{address}: confirmed")), "{said}");
+    Ok(said.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
 fn deleted(cluster: &Cluster) -> Result<String> {
