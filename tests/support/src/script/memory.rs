@@ -143,6 +143,12 @@ impl LeaseStore for MemoryLeases {
     }
 }
 
+/// A directory that goes with its handle, in memory where there is a file system for that: a rename onto a file waits for
+/// a busy disk.
+fn state_dir() -> std::io::Result<tempfile::TempDir> {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())
+}
+
 /// One node's machine.
 pub(super) struct Machine {
     /// The address under which other nodes reach it.
@@ -179,7 +185,7 @@ impl Machine {
     pub(super) fn new(address: Ipv4Addr, seed: u64, percent: u8) -> std::io::Result<Self> {
         Ok(Self {
             address,
-            state: tempfile::tempdir()?,
+            state: state_dir()?,
             routes: Rows::default(),
             router: Rows::default(),
             excluded: Rows::default(),

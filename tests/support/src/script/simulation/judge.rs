@@ -97,7 +97,9 @@ impl Judge {
                 return Err(format!("{block} is given to {name} while {other} lists {theirs}"));
             }
         }
-        if let Some((other, theirs)) = self.used.iter().find(|(other, theirs)| *other != name && overlap(theirs, block))
+        let ours = |other: &String, theirs: &Ipv4Net| !self.by_hand.contains(&(other.clone(), *theirs));
+        if let Some((other, theirs)) =
+            self.used.iter().find(|(other, theirs)| *other != name && overlap(theirs, block) && ours(other, theirs))
         {
             return Err(format!("{block} is given to {name} while {other} gives addresses from {theirs}"));
         }
