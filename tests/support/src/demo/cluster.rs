@@ -21,6 +21,7 @@ pub const PREFIX: &str = "cistern-demo";
 const PATIENCE: Duration = Duration::from_secs(20);
 
 const KUBECONFIG: &str = "/run/kubeconfig";
+const OBJECTS: &str = "/run/objects.yaml";
 const POOL: &str = "10.244.0.0/16";
 const NODE_NETWORK: u8 = 24;
 
@@ -94,8 +95,17 @@ impl Cluster {
 
     fn start_api_server(&mut self) -> Result<()> {
         let address = SocketAddr::new(IpAddr::V4(self.control.address()), 6443);
+        // As each node's kubelet makes it: without a Node there is no CiliumNode.
+        let nodes = self.nodes.iter().map(|Node { machine, .. }| {
+            let (name, address) = (machine.name(), machine.address());
+            format!(
+                "apiVersion: v1\nkind: Node\nmetadata: {{name: {name}}}\n\
+                 status: {{addresses: [{{type: InternalIP, address: {address}}}]}}\n"
+            )
+        });
+        std::fs::write(self.control.file(OBJECTS), nodes.collect::<Vec<_>>().join("---\n"))?;
         let mut command = self.control.command(self.program("cistern-apiserver"));
-        command.args(["--listen", &address.to_string(), "--kubeconfig", KUBECONFIG]);
+        command.args(["--listen", &address.to_string(), "--kubeconfig", KUBECONFIG, "--objects", OBJECTS]);
         self.children.push(self.quiet(&mut command)?);
         let written = self.control.file(KUBECONFIG);
         wait_for("the API server's kubeconfig", || Ok(written.exists()))?;
