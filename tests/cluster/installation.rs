@@ -42,12 +42,16 @@ pub(crate) fn uninstall() -> Result<()> {
     let routers: Vec<(Machine, Ipv4Addr)> =
         rig.cluster.nodes()?.into_iter().map(|node| Ok((node.clone(), router(&node)?))).collect::<Result<_>>()?;
     rig.cluster.helm(&["uninstall", "cistern", "--namespace", SYSTEM, "--wait", LONG])?;
+    // Helm does not wait for pods that end.
     let selector = ["--selector", "app.kubernetes.io/part-of=cistern", "--output", "name"];
-    let left = rig.system(&[&["get", "all,configmaps,leases,serviceaccounts"], &selector[..]].concat())?;
-    ensure!(left.is_empty(), "objects are left: {left}");
-    let ours = ["get", "lease/cistern-operator", "configmap/cistern-ipam", "configmap/cilium-config"];
-    let left = rig.system(&[&ours[..], &["--ignore-not-found", "--output", "name"]].concat())?;
-    ensure!(left.is_empty(), "objects are left: {left}");
+    let made = ["get", "lease/cistern-operator", "configmap/cistern-ipam", "configmap/cilium-config"];
+    let mut left = String::new();
+    wait_for("every object of Cistern to be gone", || {
+        left = rig.system(&[&["get", "all,configmaps,leases,serviceaccounts"], &selector[..]].concat())?;
+        left += &rig.system(&[&made[..], &["--ignore-not-found", "--output", "name"]].concat())?;
+        Ok(left.is_empty())
+    })
+    .with_context(|| format!("there are {left}"))?;
     for (node, router) in routers {
         clean(&rig, &node, router)?;
         // What runs goes on: the node reaches its pods.
