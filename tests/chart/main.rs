@@ -4,17 +4,19 @@
 //! That the objects work together in a cluster is for the cluster tests.
 #![expect(
     clippy::unwrap_used,
-    clippy::expect_used,
     clippy::panic,
     clippy::indexing_slicing,
     reason = "a test fails by panicking, in the functions that tests share too"
 )]
 
 use cistern_core::settings::{Command as Role, Directory, IpamMode, Layers, Settings};
+use cistern_tests::cluster::Spec;
+use cistern_tests::cluster::binaries::Binaries;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::LazyLock;
 
 /// The oldest Kubernetes that is supported.
 const KUBERNETES: &str = "1.34.0";
@@ -23,24 +25,11 @@ fn chart() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts/cistern")
 }
 
-/// Helm as `CISTERN_HELM` names it, from `PATH`, or from the cache of the cluster's programs.
+/// Helm as the cluster uses it: from `PATH`, or built once.
 fn helm() -> Command {
-    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(|| {
-        let user = std::env::var_os("HOME")?;
-        Some(PathBuf::from(user).join(".cache"))
-    });
-    let cached = cache.and_then(|cache| {
-        let entries = std::fs::read_dir(cache.join("cistern/kubernetes")).ok()?;
-        let of_helm = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("helm@"));
-        let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(of_helm).collect();
-        found.sort();
-        found.pop().map(|directory| directory.join("helm"))
-    });
-    let on_path = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
-        .map(|directory| directory.join("helm"))
-        .find(|candidate| candidate.is_file());
-    let program = std::env::var_os("CISTERN_HELM").map(PathBuf::from).or(on_path).or(cached);
-    Command::new(program.expect("Helm is on PATH, or built by `cargo xtask cluster binaries`"))
+    static PATH: LazyLock<PathBuf> =
+        LazyLock::new(|| Binaries::new(&Spec::default().kubernetes).unwrap().find("helm").unwrap());
+    Command::new(&*PATH)
 }
 
 /// Every object that the chart makes of these values, or what Helm says against them.
