@@ -13,7 +13,7 @@
 //!   whoever leads, and no pod gets an address that another pod has.
 //! * The block of a running node never changes.
 //! * After the bad days every node has a block, or the reason why the pool has none; the objects of nodes that are gone
-//!   go; and then nothing is written any more but Leases, and once each Node's condition.
+//!   go; and then nothing is written any more but Leases, events, and once each Node's condition.
 //!
 //! Equal seeds give equal runs: every choice follows from the seed and the runtime's clock. That holds where the seed may
 //! decide about tokio's own draws too ([`REPLAYS`]); elsewhere runs are nearly equal.

@@ -617,7 +617,8 @@ impl Story {
         // A node's condition follows its state a little later, and another reason for one state a minute later at most.
         let mut told = BTreeSet::new();
         let mut expected = |call: &Call| match (call.resource.as_str(), call.subresource.as_str()) {
-            ("leases", _) => true,
+            // Events are told within their own budget.
+            ("leases" | "events", _) => true,
             ("nodes", "status") => told.insert(call.name.clone()),
             _ => false,
         };
