@@ -10,7 +10,7 @@
 //! | [`check`] | `check`: everything that is judged without running Cistern |
 //! | [`test`] | `test`: all of the above and every test |
 //! | [`bench`] | `bench`: speed and size |
-//! | [`simulate`] | `simulate`: the stage `simulation` by itself, with other seeds |
+//! | [`simulate`] | `simulate`: random bad days of operators and agents, by seed |
 //! | [`demo`] | `demo`: two nodes on this machine |
 //! | [`cluster`] | `cluster`: a real Kubernetes cluster on this machine |
 //!

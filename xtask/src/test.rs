@@ -9,7 +9,6 @@ mod report;
 use crate::build;
 use crate::check;
 use crate::process;
-use crate::simulate;
 use crate::workspace::{Metadata, TESTS_PACKAGE, Workspace};
 use anyhow::{Result, bail};
 use report::{Listing, Totals};
@@ -21,7 +20,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Options {
     /// Only tests whose name contains this
     filter: Option<String>,
-    /// Only these stages: build, check, unit, script, simulation, chart, netns, ebpf, cluster
+    /// Only these stages: build, check, unit, script, chart, netns, ebpf, cluster
     #[arg(long, value_delimiter = ',', conflicts_with = "cluster")]
     stage: Vec<String>,
     /// The stage `cluster` alone, which is no part of the others: a real Kubernetes cluster on this machine
@@ -39,8 +38,6 @@ enum Stage {
     Check,
     /// Tests that belong to one package, those of its documentation included.
     Unit,
-    /// Ten thousand seeds.
-    Simulation,
     /// A test target of [`TESTS_PACKAGE`].
     Target {
         name: &'static str,
@@ -53,12 +50,11 @@ enum Stage {
 /// cached it first builds Kubernetes.
 const CLUSTER: Stage = Stage::Target { name: "cluster", privileged: true };
 
-const STAGES: [Stage; 9] = [
+const STAGES: [Stage; 8] = [
     Stage::Build,
     Stage::Check,
     Stage::Unit,
     Stage::Target { name: "script", privileged: false },
-    Stage::Simulation,
     Stage::Target { name: "chart", privileged: false },
     Stage::Target { name: "netns", privileged: true },
     Stage::Target { name: "ebpf", privileged: true },
@@ -71,7 +67,6 @@ impl Stage {
             Self::Build => "build",
             Self::Check => "check",
             Self::Unit => "unit",
-            Self::Simulation => "simulation",
             Self::Target { name, .. } => name,
         }
     }
@@ -142,13 +137,6 @@ fn stage_run(
             let mut documentation = vec!["--doc".to_owned()];
             documentation.extend(options.filter.clone());
             cargo_test(workspace, "unit", &documentation, totals)?;
-        }
-        Stage::Simulation => {
-            if options.filter.as_ref().is_some_and(|filter| !stage.name().contains(filter)) {
-                return Ok(());
-            }
-            let mut command = simulate::command(workspace, &simulate::Options::default());
-            stream_counted(&mut command, stage.name(), totals)?;
         }
         Stage::Target { name, privileged: true } if !missing.is_empty() => {
             let mut list = workspace.cargo();
