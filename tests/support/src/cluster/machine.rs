@@ -4,12 +4,11 @@ use super::cgroup;
 use super::daemon::Daemon;
 use super::spec::{GATEWAY, OUTSIDE_GATEWAY, PREFIX_LENGTH, ROUTER_NAME};
 use super::wait_for;
-use crate::lab::output;
+use crate::lab::{output, set_up};
 use anyhow::{Context, Result, bail, ensure};
 use nix::unistd::Pid;
 use serde_json::Value;
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -246,18 +245,7 @@ impl Machine {
             .stderr(Stdio::piped())
             .spawn()
             .context("start a shell")?;
-        let mut line = String::new();
-        if let Some(output) = child.stdout.take() {
-            BufReader::new(output).read_line(&mut line)?;
-        }
-        if line != "ready\n" {
-            let mut reason = String::new();
-            if let Some(mut errors) = child.stderr.take() {
-                errors.read_to_string(&mut reason)?;
-            }
-            bail!("{name} ended with {} while it was set up: {}", child.wait()?, reason.trim());
-        }
-        Ok(())
+        set_up(&mut child, name)
     }
 
     /// On the router: gives `machine` its `eth0`.

@@ -23,7 +23,7 @@ mod machine;
 mod process;
 
 pub use machine::{Machine, Pod};
-pub(crate) use process::output;
+pub(crate) use process::{output, set_up};
 
 use anyhow::{Context, Result, ensure};
 use ipnet::Ipv4Net;

@@ -146,17 +146,7 @@ impl Holder {
             // A key press that interrupts the maker must not reach machines before it has said what to do with them.
             .process_group(0);
         let mut child = command.spawn().context("unshare (package util-linux)")?;
-        let mut line = String::new();
-        if let Some(output) = child.stdout.take() {
-            BufReader::new(output).read_line(&mut line)?;
-        }
-        if line != "ready\n" {
-            let mut reason = String::new();
-            if let Some(mut errors) = child.stderr.take() {
-                errors.read_to_string(&mut reason)?;
-            }
-            bail!("{name} ended with {} while it was set up: {}", child.wait()?, reason.trim());
-        }
+        set_up(&mut child, name)?;
         Ok(Self { name: name.to_owned(), mark: mark.clone(), child, kept })
     }
 
@@ -185,6 +175,22 @@ impl Holder {
     pub(super) fn run(&self, script: &str) -> Result<String> {
         output(self.command_inside("sh").args(["-e", "-c", script]), &format!("{}: {script}", self.name))
     }
+}
+
+/// Waits until a machine's first process says `ready`; what it says instead, when it ends before, is the error.
+pub(crate) fn set_up(child: &mut Child, name: &str) -> Result<()> {
+    let mut line = String::new();
+    if let Some(output) = child.stdout.take() {
+        BufReader::new(output).read_line(&mut line)?;
+    }
+    if line != "ready\n" {
+        let mut reason = String::new();
+        if let Some(mut errors) = child.stderr.take() {
+            errors.read_to_string(&mut reason)?;
+        }
+        bail!("{name} ended with {} while it was set up: {}", child.wait()?, reason.trim());
+    }
+    Ok(())
 }
 
 impl Drop for Holder {
