@@ -69,9 +69,10 @@ pub(crate) fn agent_away() -> Result<()> {
 pub(crate) fn node_daemons() -> Result<()> {
     let rig = Rig::new()?;
     let pods = rig.web()?;
+    let node = rig.cluster.machine("node-1")?;
     let traffic = Traffic::start(&rig, &pods)?;
     for daemon in [Daemon::Kubelet, Daemon::Containerd] {
-        pods[0].node.kill(daemon)?;
+        node.kill(daemon)?;
         rig.cluster.start("node-1", daemon)?;
         let name = format!("after-{}", daemon.name());
         rig.make_pod(&name, "node-1")?;

@@ -3,8 +3,6 @@
 //! There is one cluster, so the cases run one after the other, in the order below. Each brings up what it misses and
 //! leaves the cluster whole. The last ones take Cistern off and the cluster down.
 
-#![expect(clippy::indexing_slicing, reason = "a case ends where the cluster lacks what it must have, with the place")]
-
 mod faults;
 mod installation;
 mod network;

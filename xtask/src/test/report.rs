@@ -76,7 +76,9 @@ fn count(summary: &str, word: &str) -> usize {
 
 /// Name and outcome in `test name ... outcome`. A test that prints may put its text between the two.
 fn outcome(line: &str) -> Option<(&str, &str)> {
-    line.strip_prefix("test ")?.split_once(" ... ")
+    let (name, outcome) = line.strip_prefix("test ")?.split_once(" ... ")?;
+    // Some harnesses set the outcomes under each other.
+    Some((name.trim_end(), outcome))
 }
 
 /// The names that `--list` printed.
@@ -109,7 +111,7 @@ mod tests {
         for line in [
             "running 4 tests",
             "test ip::carves ... ok",
-            "test ip::overlaps ... FAILED",
+            "test ip::overlaps    ... FAILED",
             "test ip::slow ... ignored, takes an hour",
             "test src/lib.rs - f (line 3) ... ok",
             "test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 7 filtered out; finished in 0.01s",
