@@ -113,7 +113,8 @@ fn an_agent_that_is_killed_again_and_again_loses_and_doubles_nothing() {
     let end = Instant::now() + Duration::from_secs(10);
     let (mut turn, mut added, mut failed, mut kills) = (0_u32, 0, 0, 0);
     let mut killed = Instant::now();
-    while Instant::now() < end {
+    // A slow machine gets the time that it needs for as many deaths and ADDs.
+    while Instant::now() < end || ((kills < 4 || added < 4) && Instant::now() < end + Duration::from_secs(60)) {
         let name = format!("p{}", turn % 8);
         turn += 1;
         if answered.contains_key(&name) {
