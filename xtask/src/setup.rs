@@ -159,7 +159,7 @@ fn install_components(workspace: &Workspace) -> Result<()> {
     Ok(())
 }
 
-/// What builds Kubernetes for the cluster. Not everybody needs it, so its lack is told and no failure.
+/// What builds Helm for the tests of the chart, and Kubernetes for the cluster. Not everybody needs it, so its lack is told and no failure.
 fn install_go(packages: &mut Packages) -> Result<()> {
     if process::output(Command::new("go").arg("version")).is_ok_and(|said| go_minor(&said) >= Some(OLDEST_GO)) {
         return Ok(());
@@ -173,8 +173,8 @@ fn install_go(packages: &mut Packages) -> Result<()> {
         }
     }
     eprintln!(
-        "setup: no Go 1.{OLDEST_GO} or newer, and no package golang-go of it: `cargo xtask cluster` and `test --cluster` \
-         build Kubernetes with it, unless KUBEBUILDER_ASSETS or PATH has the programs; put one from go.dev/dl into PATH"
+        "setup: no Go 1.{OLDEST_GO} or newer, and no package golang-go of it: `cargo xtask test` builds Helm with it, \
+         `cluster` and `test --cluster` Kubernetes, unless KUBEBUILDER_ASSETS or PATH has the programs; put one from go.dev/dl into PATH"
     );
     Ok(())
 }

@@ -3,7 +3,6 @@
 use crate::process;
 use crate::workspace::Workspace;
 use anyhow::Result;
-use std::process::Command;
 
 const PROGRAM: &str = "cistern-simulate";
 
@@ -25,8 +24,9 @@ pub(crate) struct Options {
     log: bool,
 }
 
-/// Builds the program under a profile of its own, optimised with all that it depends on, and runs seeds on all processors.
-pub(crate) fn command(workspace: &Workspace, options: &Options) -> Command {
+/// Builds the program under a profile of its own, optimised with all that it depends on, and runs seeds on all
+/// processors; fails when one of them does.
+pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let mut command = workspace.cargo();
     // It would win over the configuration.
     command.env_remove("RUSTFLAGS");
@@ -39,10 +39,5 @@ pub(crate) fn command(workspace: &Workspace, options: &Options) -> Command {
     if options.log {
         command.arg("--log");
     }
-    command
-}
-
-/// Runs seeds; fails when one of them does.
-pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
-    process::run(&mut command(workspace, options))
+    process::run(&mut command)
 }

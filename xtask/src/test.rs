@@ -12,7 +12,6 @@ use crate::process;
 use crate::workspace::{Metadata, TESTS_PACKAGE, Workspace};
 use anyhow::{Result, bail};
 use report::{Listing, Totals};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// What `test` can be told.
@@ -172,15 +171,10 @@ fn stage_run(
 fn cargo_test(workspace: &Workspace, stage: &'static str, arguments: &[String], totals: &mut Totals) -> Result<()> {
     let mut command = workspace.cargo();
     command.args(["test", "--locked", "--no-fail-fast"]).args(arguments);
-    stream_counted(&mut command, stage, totals)
-}
-
-/// Runs a command that prints as `cargo test` does, and adds what it counted.
-fn stream_counted(command: &mut Command, stage: &'static str, totals: &mut Totals) -> Result<()> {
     let before = totals.failures();
-    let status = process::stream(command, |line| totals.read(stage, line))?;
+    let status = process::stream(&mut command, |line| totals.read(stage, line))?;
     if !status.success() && totals.failures() == before {
-        bail!("`{}` ended with {status}", process::shown(command));
+        bail!("`{}` ended with {status}", process::shown(&command));
     }
     Ok(())
 }

@@ -6,6 +6,8 @@ use serde_json::{Value, json};
 pub const PLUGIN: &str = "cistern-cni";
 /// The name that configurations written for Cilium call the plugin by.
 pub const ALIAS: &str = "cilium-cni";
+/// Every name that a configuration calls the plugin by.
+pub const NAMES: [&str; 2] = [PLUGIN, ALIAS];
 /// The plugin that serves hostPorts.
 pub const PORTMAP: &str = "portmap";
 
@@ -37,8 +39,7 @@ pub fn custom_text(text: &str) -> Result<String, String> {
     };
     let plugins = conf.get("plugins").and_then(Value::as_array).filter(|plugins| !plugins.is_empty());
     let plugins = plugins.ok_or("plugins: missing; expected a list of at least one plugin")?;
-    let is_ours =
-        |kind: Option<&Value>| kind.and_then(Value::as_str).is_some_and(|kind| [PLUGIN, ALIAS].contains(&kind));
+    let is_ours = |kind: Option<&Value>| kind.and_then(Value::as_str).is_some_and(|kind| NAMES.contains(&kind));
     if !plugins.iter().any(|plugin| is_ours(plugin.get("type")) || is_ours(plugin.pointer("/ipam/type"))) {
         return Err(format!(
             "plugins: none has the type {PLUGIN} (or {ALIAS}), so that pods would get no address of ours"

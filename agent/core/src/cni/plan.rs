@@ -1,7 +1,8 @@
 //! The ordered steps of ADD, each with its inverse.
 //!
-//! In the role of an IPAM plugin only the steps with the agent remain. ADD runs its steps in order; when one fails, the inverses of those before it (and of the one that failed, which may
-//! have had a part of its effect) run in reverse. DEL runs the inverse of every step and goes on after a failure.
+//! ADD runs its steps in order; when one fails, the inverses of those before it (and of the one that failed, which may
+//! have had a part of its effect) run in reverse. DEL runs the inverse of every step and goes on after a failure. In the
+//! role of an IPAM plugin only the steps with the agent remain.
 
 use super::spec::Role;
 

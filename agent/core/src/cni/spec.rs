@@ -2,6 +2,7 @@
 //!
 //! <https://www.cni.dev/docs/spec/>; section numbers are those of that document.
 
+use super::conflist::NAMES;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -237,9 +238,6 @@ pub struct ValidAttachment {
     /// `CNI_IFNAME`
     pub ifname: String,
 }
-
-/// Names under which the plugin is called.
-const NAMES: [&str; 2] = ["cistern-cni", "cilium-cni"];
 
 /// Plugins whose pods are on an outside network themselves: packets of theirs may leave by a device of the node, but never
 /// pass its routing, so an answer to the node's address would not find back to the pod.
