@@ -171,7 +171,7 @@ impl AgentApi for Answers {
 struct Forget;
 
 impl LeaseStore for Forget {
-    fn write(&mut self, _changes: &[Change]) -> Result<(), (usize, String)> {
+    fn write(&mut self, _change: &Change) -> Result<(), String> {
         Ok(())
     }
 }

@@ -246,7 +246,7 @@ fn refuse_overlaps(settings: &Settings) -> anyhow::Result<()> {
 struct Files(LeaseFiles);
 
 impl LeaseStore for Files {
-    fn write(&mut self, changes: &[Change]) -> Result<(), (usize, String)> {
-        self.0.write(changes).map_err(|(written, error)| (written, error.to_string()))
+    fn write(&mut self, change: &Change) -> Result<(), String> {
+        self.0.write(change).map_err(|error| error.to_string())
     }
 }

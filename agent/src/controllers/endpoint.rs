@@ -34,11 +34,11 @@ use tokio_util::sync::CancellationToken;
 
 /// Where the records survive.
 pub trait LeaseStore: Send {
-    /// Writes in this order. What was written before a failure stays written.
+    /// Makes one change durable, or none of it.
     ///
     /// # Errors
-    /// What failed on which file, and how many of the changes are written.
-    fn write(&mut self, changes: &[Change]) -> Result<(), (usize, String)>;
+    /// What failed on which file.
+    fn write(&mut self, change: &Change) -> Result<(), String>;
 }
 
 /// Takes the interface of this name away.
@@ -519,7 +519,7 @@ impl Task {
     /// Writes what is owed. A disk that refuses is waited for.
     fn flush(&mut self) {
         let store = &mut self.parts.store;
-        let outcome = self.owed.write(|change| store.write(std::slice::from_ref(change)).map_err(|(_, reason)| reason));
+        let outcome = self.owed.write(|change| store.write(change));
         self.retry = match outcome {
             Ok(()) => {
                 self.parts.waits.end(WAIT);

@@ -64,18 +64,11 @@ impl LeaseFiles {
         Ok((records, aside))
     }
 
-    /// Applies changes in their order.
+    /// Makes one change: a record is replaced by rename, so that a killed process leaves the old one or the new one.
     ///
     /// # Errors
-    /// The first that failed, with the number of those that are written.
-    pub fn write(&self, changes: &[Change]) -> Result<(), (usize, StateError)> {
-        for (written, change) in changes.iter().enumerate() {
-            self.write_one(change).map_err(|error| (written, error))?;
-        }
-        Ok(())
-    }
-
-    fn write_one(&self, change: &Change) -> Result<(), StateError> {
+    /// What could not be done with which file.
+    pub fn write(&self, change: &Change) -> Result<(), StateError> {
         match change {
             Change::Put(record) => {
                 let path = self.path(&record.key());
@@ -126,8 +119,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let files = LeaseFiles::open(&StateDir::open(dir.path()).unwrap()).unwrap().0;
         let (a, b) = (tombstone("a"), tombstone("../../b"));
-        files.write(&[Change::Put(a.clone()), Change::Put(b.clone())]).unwrap();
-        files.write(&[Change::Remove(a.key()), Change::Remove(a.key())]).unwrap();
+        for change in [Change::Put(a.clone()), Change::Put(b.clone()), Change::Remove(a.key()), Change::Remove(a.key())]
+        {
+            files.write(&change).unwrap();
+        }
         assert_eq!(files.read().unwrap(), (vec![b], vec![]));
     }
 
@@ -135,7 +130,9 @@ mod tests {
     fn a_damaged_record_is_set_aside_and_the_others_are_read() {
         let dir = tempfile::tempdir().unwrap();
         let files = LeaseFiles::open(&StateDir::open(dir.path()).unwrap()).unwrap().0;
-        files.write(&[Change::Put(tombstone("a")), Change::Put(tombstone("b"))]).unwrap();
+        for id in ["a", "b"] {
+            files.write(&Change::Put(tombstone(id))).unwrap();
+        }
         let broken = files.path(&tombstone("a").key());
         std::fs::write(&broken, "{\"format\": 99}").unwrap();
         std::fs::write(broken.with_extension("new"), "{\"for").unwrap();

@@ -130,15 +130,13 @@ struct MemoryLeases {
 }
 
 impl LeaseStore for MemoryLeases {
-    fn write(&mut self, changes: &[Change]) -> Result<(), (usize, String)> {
-        for (written, change) in changes.iter().enumerate() {
-            self.gate.pass("leases").map_err(|error| (written, error.to_string()))?;
-            let mut records = lock(&self.records);
-            match change {
-                Change::Put(record) => records.insert(record.key(), record.clone()),
-                Change::Remove(key) => records.remove(key),
-            };
-        }
+    fn write(&mut self, change: &Change) -> Result<(), String> {
+        self.gate.pass("leases").map_err(|error| error.to_string())?;
+        let mut records = lock(&self.records);
+        match change {
+            Change::Put(record) => records.insert(record.key(), record.clone()),
+            Change::Remove(key) => records.remove(key),
+        };
         Ok(())
     }
 }
