@@ -35,6 +35,7 @@
 
 pub mod binaries;
 pub mod cgroup;
+pub mod control_plane;
 mod daemon;
 pub mod images;
 mod install;
