@@ -300,8 +300,11 @@ impl Story {
         if self.nodes.len() >= self.most_nodes {
             return Ok(());
         }
-        let free: Vec<String> =
-            (0..self.most_nodes + 1).map(|n| format!("n{n}")).filter(|name| !self.nodes.contains_key(name)).collect();
+        let registered = self.registered()?;
+        let free: Vec<String> = (0..=self.most_nodes)
+            .map(|n| format!("n{n}"))
+            .filter(|name| !self.nodes.contains_key(name) && !registered.contains(name))
+            .collect();
         let Some(name) = self.chosen(free.into_iter()) else { return Ok(()) };
         if self.random.random_bool(0.15) {
             self.claim(&name).await?;
