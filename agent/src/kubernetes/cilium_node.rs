@@ -12,6 +12,8 @@ use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client, ResourceExt};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::time::Duration;
+use tokio::time::Instant;
 
 const KIND: &str = "CiliumNode";
 
@@ -45,11 +47,18 @@ pub struct OwnNode {
     pool: Reader<(), PoolRow>,
     mirror: bool,
     written: Option<Written<OwnCiliumNode>>,
+    /// When the object was made last.
+    made: Option<Instant>,
 }
 
+/// The object is made at most this often: garbage collection deletes it at once while its owner is a Node that is gone,
+/// and this agent may not have heard of that yet.
+const MADE_ANEW: Duration = Duration::from_secs(10);
+
 impl OwnNode {
-    /// Writes the object `name`, and reads it back from `seen`. An object that is made anew claims the block of `pool`
-    /// (`ipam` decision 11); with `mirror` its block is kept equal to that one.
+    /// Writes the object `name`, and reads it back from `seen`. An object that is made anew, or that lists no block, claims
+    /// the one of `pool` (`ipam` decision 11): whoever gives blocks may not know of it any more. With `mirror` the
+    /// object's block is kept equal to that one.
     #[must_use]
     pub fn new(
         client: Client,
@@ -58,7 +67,7 @@ impl OwnNode {
         pool: Reader<(), PoolRow>,
         mirror: bool,
     ) -> Self {
-        Self { api: Api::all(client), name, seen, pool, mirror, written: None }
+        Self { api: Api::all(client), name, seen, pool, mirror, written: None, made: None }
     }
 }
 
@@ -82,13 +91,19 @@ impl Operations for OwnNode {
     async fn update(&mut self, name: &String, value: &OwnCiliumNode) -> Result<(), KubernetesError> {
         let snapshot = self.seen.synced().await;
         let mut metadata = json!({"name": name});
+        let claim = texts(self.pool.snapshot().rows.values().map(|pool| pool.pod_cidr));
         // Without a Node there is nothing to say about owners, and those that somebody else named stay.
         if let (Some(owner), Some(fields)) = (&value.owner, metadata.as_object_mut()) {
             fields.insert("ownerReferences".to_owned(), owner_references(owner));
         }
         let written = match snapshot.rows.get(name) {
             None => {
-                let claim = texts(self.pool.snapshot().rows.values().map(|pool| pool.pod_cidr));
+                let earliest = self.made.map(|made| made + MADE_ANEW);
+                if let Some(retry_after) = earliest.and_then(|at| at.checked_duration_since(Instant::now()))
+                    && !retry_after.is_zero()
+                {
+                    return Err(KubernetesError::Vanished { kind: KIND, name: name.clone(), retry_after });
+                }
                 let object: CiliumNode = serde_json::from_value(json!({
                     "apiVersion": "cilium.io/v2", "kind": KIND, "metadata": metadata,
                     "spec": {"addresses": addresses(&value.addresses), "ipam": {"podCIDRs": claim}},
@@ -100,15 +115,24 @@ impl Operations for OwnNode {
                     source: Box::new(kube::Error::SerdeError(source)),
                 })?;
                 let params = PostParams { field_manager: Some(AGENT.to_owned()), ..PostParams::default() };
-                write("create", KIND, name, self.api.create(&params, &object)).await?
+                let made = write("create", KIND, name, self.api.create(&params, &object)).await?;
+                self.made = Some(Instant::now());
+                made
             }
-            Some(_) => {
-                let spec = match &value.pod_cidrs {
-                    Some(pod_cidrs) => {
-                        json!({"addresses": addresses(&value.addresses), "ipam": {"podCIDRs": texts(pod_cidrs)}})
+            Some(row) => {
+                let mut spec = json!({"addresses": addresses(&value.addresses)});
+                let pod_cidrs = match &value.pod_cidrs {
+                    Some(pod_cidrs) => Some(texts(pod_cidrs)),
+                    // The operator may be giving it one at this moment.
+                    None if row.pod_cidrs.is_empty() && !claim.is_empty() => {
+                        metadata["resourceVersion"] = row.resource_version.clone().into();
+                        Some(claim)
                     }
-                    None => json!({"addresses": addresses(&value.addresses)}),
+                    None => None,
                 };
+                if let Some(pod_cidrs) = pod_cidrs {
+                    spec["ipam"] = json!({"podCIDRs": pod_cidrs});
+                }
                 let patch = json!({"metadata": metadata, "spec": spec});
                 let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
                 write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await?
@@ -132,7 +156,7 @@ impl Operations for OwnNode {
         }
         self.written = None;
         // A range that is not known yet takes nothing away.
-        let mirrored = self.mirror && !self.pool.snapshot().rows.is_empty();
+        let known = !self.pool.snapshot().rows.is_empty();
         Ok(snapshot
             .rows
             .get(&self.name)
@@ -140,7 +164,7 @@ impl Operations for OwnNode {
                 let value = OwnCiliumNode {
                     addresses: row.addresses.clone(),
                     owner: row.owner.clone(),
-                    pod_cidrs: mirrored
+                    pod_cidrs: (known && (self.mirror || row.pod_cidrs.is_empty()))
                         .then(|| row.pod_cidrs.iter().filter_map(|text| text.parse().ok()).collect()),
                 };
                 (self.name.clone(), value)
