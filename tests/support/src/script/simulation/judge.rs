@@ -1,4 +1,9 @@
 //! The rules, and what must be remembered to check them.
+//!
+//! A rule binds whoever can know what it is about. A leader can know what an object lists and what the operators' records
+//! hold: a block that stood in no record when its object was deleted (claimed and gone between two passes, or lost by a
+//! restored API server) rests for nobody. People may write what they want: who has a block that they wrote somewhere is
+//! for them to sort out.
 
 use std::collections::{BTreeMap, BTreeSet};
 
