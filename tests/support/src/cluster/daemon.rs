@@ -210,7 +210,7 @@ fn kube_proxy(name: &str) -> String {
          clusterCIDR: {POD_NETWORK}\n\
          oomScoreAdj: 0\n\
          # The sizes of connection tracking are the host's.\n\
-         conntrack: {{maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}}\n"
+         conntrack: {{maxPerCore: 0, min: 0}}\n"
     )
 }
 
