@@ -71,7 +71,7 @@ impl Story {
         // The world draws from the seed itself.
         let mut random = SmallRng::seed_from_u64(seed ^ 0x0057_0127);
         let faults = *[0, 0, 5, 15, 30].choose(&mut random).unwrap_or(&0);
-        let mut world = World::new(&Archive::default(), seed, faults).map_err(|error| error.to_string())?;
+        let mut world = World::new(&Archive::default(), seed, faults, None).map_err(|error| error.to_string())?;
         world.datapath = false;
         world.quarantine = QUARANTINE;
         // Most clusters are small: they go wrong in as many ways, and faster.
