@@ -161,7 +161,7 @@ pub(crate) fn node_deleted() -> Result<()> {
     let rig = Rig::new()?;
     rig.web()?;
     let node = rig.cluster.machine("node-2")?;
-    let others = rig.blocks("node-1")?;
+    let others = rig.cluster.blocks("node-1")?;
     node.kill(Daemon::Kubelet)?;
     rig.cluster.kubectl(&["delete", "node/node-2", LONG])?;
     wait_for("its CiliumNode to be gone", || {
@@ -175,7 +175,7 @@ pub(crate) fn node_deleted() -> Result<()> {
     rig.cluster.wait_ready()?;
     rig.agents_are_ready()?;
     let pods = rig.web()?;
-    let blocks = rig.blocks("node-2")?;
+    let blocks = rig.cluster.blocks("node-2")?;
     ensure!(blocks.len() == 1 && blocks != others, "node-2 has {blocks:?}, node-1 {others:?}");
     rig.addresses_agree()?;
     Traffic::start(&rig, &pods)?.finish()

@@ -13,7 +13,7 @@ const HTTP: u16 = 8080;
 
 pub(crate) fn addresses() -> Result<()> {
     let rig = Rig::new()?;
-    let blocks = [rig.blocks("node-1")?, rig.blocks("node-2")?];
+    let blocks = [rig.cluster.blocks("node-1")?, rig.cluster.blocks("node-2")?];
     ensure!(blocks.iter().all(|blocks| blocks.len() == 1) && blocks[0] != blocks[1], "the blocks are {blocks:?}");
     rig.web()?;
     rig.addresses_agree()?;

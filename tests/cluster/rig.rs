@@ -180,13 +180,6 @@ impl Rig {
         Ok(serde_json::from_str(&self.system(&[&exec[..], arguments, &["--output", "json"]].concat())?)?)
     }
 
-    /// The blocks of a node, as its CiliumNode has them.
-    pub(crate) fn blocks(&self, node: &str) -> Result<Vec<Ipv4Net>> {
-        let node = self.cluster.kubectl_json(&["get", "ciliumnode", node])?;
-        let blocks = node.pointer("/spec/ipam/podCIDRs").and_then(Value::as_array).into_iter().flatten();
-        blocks.map(|block| Ok(block.as_str().unwrap_or_default().parse()?)).collect()
-    }
-
     /// Every pod with an address of its own: its node, its name with namespace, its address.
     fn addresses(&self) -> Result<BTreeMap<String, BTreeSet<(String, Ipv4Addr)>>> {
         let list = self.cluster.kubectl_json(&["get", "pods", "--all-namespaces"])?;
@@ -208,7 +201,7 @@ impl Rig {
             let wanted = self.addresses()?;
             difference.clear();
             for node in self.cluster.spec().node_names()? {
-                let blocks = self.blocks(&node)?;
+                let blocks = self.cluster.blocks(&node)?;
                 let held = self.cistern(&node, &["ip", "list"])?;
                 let held: BTreeSet<(String, Ipv4Addr)> = held
                     .as_array()

@@ -7,7 +7,7 @@ use crate::test::is_root;
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, bail};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const CLUSTER: &str = "cistern-cluster";
@@ -43,13 +43,25 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     Err(error).with_context(|| format!("start {}", program.display()))
 }
 
-/// Brings a cluster up, tells the demo's story in it, and takes it down unless it is to be kept.
+/// Brings a cluster up and tells the demo's story in it.
 pub(crate) fn demo(workspace: &Workspace, keep: bool) -> Result<()> {
+    with_cluster(workspace, keep, |program, image| {
+        process::run(Command::new(program).arg("up").arg("--image").arg(image))?;
+        process::run(Command::new(program).arg("demo"))
+    })
+}
+
+/// Builds `cistern-cluster` and Cistern's image for what brings a cluster up and does something in it; takes the cluster
+/// down after that, unless it is to be kept.
+pub(crate) fn with_cluster(
+    workspace: &Workspace,
+    keep: bool,
+    act: impl FnOnce(&Path, &Path) -> Result<()>,
+) -> Result<()> {
     setup::run(workspace)?;
     let image = image(workspace)?;
     let program = program(workspace, false)?;
-    let outcome = process::run(Command::new(&program).arg("up").arg("--image").arg(image))
-        .and_then(|()| process::run(Command::new(&program).arg("demo")));
+    let outcome = act(&program, &image);
     if keep {
         println!("`cargo xtask cluster kubectl …` looks around, `cargo xtask cluster down` ends it");
         return outcome;

@@ -13,6 +13,7 @@
 //! | [`simulate`] | `simulate`: random bad days of operators and agents, by seed |
 //! | [`demo`] | `demo`: two nodes on this machine |
 //! | [`cluster`] | `cluster`: a real Kubernetes cluster on this machine |
+//! | [`conformance`] | `conformance`: Kubernetes' own network specs in such a cluster |
 //!
 //! [`workspace`] knows the paths and what Cargo knows of them; [`process`] starts other programs.
 
@@ -20,6 +21,7 @@ mod bench;
 mod build;
 mod check;
 mod cluster;
+mod conformance;
 mod demo;
 mod ebpf;
 mod generate;
@@ -66,6 +68,8 @@ enum Command {
     /// A real Kubernetes cluster on this machine (as root)
     #[command(disable_help_flag = true)]
     Cluster(cluster::Options),
+    /// Kubernetes' own network specs in a real cluster (as root)
+    Conformance(conformance::Options),
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {
@@ -82,6 +86,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Simulate(options) => simulate::run(&workspace, &options)?,
         Command::Demo(options) => demo::run(&workspace, &options)?,
         Command::Cluster(options) => cluster::run(&workspace, &options)?,
+        Command::Conformance(options) => conformance::run(&workspace, &options)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -22,7 +22,7 @@ struct Program {
 }
 
 /// A C compiler is not among them: without one, this program could not have been built.
-const PROGRAMS: [Program; 15] = [
+const PROGRAMS: [Program; 18] = [
     Program { name: "git", package: "git", used_by: "check" },
     Program { name: "ip", package: "iproute2", used_by: "namespace tests, demo" },
     Program { name: "ping", package: "iputils-ping", used_by: "demo" },
@@ -40,6 +40,9 @@ const PROGRAMS: [Program; 15] = [
     Program { name: "strace", package: "strace", used_by: "namespace tests: kill -9 at each system call" },
     Program { name: "conntrack", package: "conntrack", used_by: "cluster: kube-proxy" },
     Program { name: "curl", package: "curl", used_by: "cluster: the test image" },
+    Program { name: "dig", package: "bind9-dnsutils", used_by: "conformance: the test image" },
+    Program { name: "wget", package: "wget", used_by: "conformance: the test image" },
+    Program { name: "nc.openbsd", package: "netcat-openbsd", used_by: "conformance: the test image" },
     Program { name: "busybox", package: "busybox-static", used_by: "cluster: shell of the test image" },
     Program { name: "/etc/ssl/certs/ca-certificates.crt", package: "ca-certificates", used_by: "image" },
 ];

@@ -1,8 +1,11 @@
 //! A real Kubernetes cluster on this machine; `cargo xtask cluster` builds and runs this.
 
 use anyhow::{Context, Result, bail};
-use cistern_tests::cluster::{self, Cluster, Cni, Daemon, Ipam, Machine, Spec, binaries::Binaries, minor_release};
+use cistern_tests::cluster::{
+    self, Cluster, Cni, Daemon, Ipam, Machine, Spec, Suite, binaries::Binaries, minor_release,
+};
 use clap::{Args, Parser, Subcommand};
+use regex::Regex;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command as Program, ExitCode};
@@ -53,6 +56,8 @@ enum Command {
     Reboot { machine: String },
     /// Tells the demo's story by kubectl, in a cluster with Cistern
     Demo,
+    /// Runs Kubernetes' own network specs in a cluster with Cistern, which is brought up
+    Conformance(Conformance),
     /// Finds or builds every program, and prints where each is
     Binaries {
         /// Release of Kubernetes
@@ -84,6 +89,22 @@ struct Up {
 }
 
 #[derive(Args)]
+struct Conformance {
+    /// Only specs that match this
+    #[arg(long, value_name = "REGEX")]
+    focus: Option<Regex>,
+    /// Release of Kubernetes: one of tests/kubernetes/kubernetes-*
+    #[arg(long, value_parser = minor_release, default_value_t = Spec::default().kubernetes)]
+    kubernetes: String,
+    /// Cistern's image: a file in the OCI format
+    #[arg(long, value_name = "FILE")]
+    image: PathBuf,
+    /// Folder of log and report
+    #[arg(long, value_name = "FOLDER")]
+    output: PathBuf,
+}
+
+#[derive(Args)]
 struct Rest {
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<String>,
@@ -98,7 +119,7 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> Result<ExitCode> {
     match command {
-        Command::Up(options) => return up(options),
+        Command::Up(options) => return status(&up(options)?),
         Command::Down => println!("{}", if cluster::down()? { "the cluster is gone" } else { "there was no cluster" }),
         Command::Status => return status(&Cluster::open()?),
         Command::Kubectl(Rest { arguments }) => become_program(Cluster::open()?.client("kubectl")?.args(arguments))?,
@@ -118,6 +139,7 @@ fn run(command: Command) -> Result<ExitCode> {
             cluster.power_on(&machine)?;
         }
         Command::Demo => return Ok(exit_code(cluster::tell(&Cluster::open()?)?)),
+        Command::Conformance(options) => return conformance(options).map(exit_code),
         Command::Binaries { kubernetes } => {
             for path in Binaries::new(&kubernetes)?.find_all()? {
                 println!("{}", path.display());
@@ -127,7 +149,7 @@ fn run(command: Command) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn up(Up { nodes, kubernetes, cni, ipam, image, set }: Up) -> Result<ExitCode> {
+fn up(Up { nodes, kubernetes, cni, ipam, image, set }: Up) -> Result<Cluster> {
     if cni == Cni::Cistern && image.is_none() {
         bail!("--image is missing: expected the archive with Cistern's image, or another --cni");
     }
@@ -141,7 +163,15 @@ fn up(Up { nodes, kubernetes, cni, ipam, image, set }: Up) -> Result<ExitCode> {
     if cni != Cni::None {
         cluster.wait_ready()?;
     }
-    status(&cluster)
+    Ok(cluster)
+}
+
+/// Whether all specs passed. What is wrong with the choice of specs is seen before anything is brought up.
+fn conformance(Conformance { focus, kubernetes, image, output }: Conformance) -> Result<bool> {
+    let suite = Suite::new(&kubernetes, focus.as_ref(), &output)?;
+    let Spec { nodes, cni, ipam, .. } = Spec::default();
+    let cluster = up(Up { nodes, kubernetes, cni, ipam, image: Some(image), set: Vec::new() })?;
+    suite.run(&cluster)
 }
 
 /// Runs a program in place of this one; returns only when that fails.

@@ -57,6 +57,13 @@ const PROGRAMS: [Program; 13] = [
     program("coredns", "coredns", "github.com/coredns/coredns", None),
 ];
 
+/// What only the conformance run needs: Kubernetes' test suite, what runs it in parallel, and a server of one of its specs.
+const SUITE: [Program; 3] = [
+    program("ginkgo", KUBERNETES, "github.com/onsi/ginkgo/v2/ginkgo", None),
+    program("e2e.test", KUBERNETES, "k8s.io/kubernetes/test/e2e", Some(&["--version"])),
+    program("regression-issue-74839", KUBERNETES, "k8s.io/kubernetes/test/images/regression-issue-74839", None),
+];
+
 /// Build tags: what containerd could do with libraries that need not be there.
 const TAGS: &str = "no_btrfs,no_devmapper,no_zfs";
 
@@ -123,6 +130,7 @@ impl Binaries {
     pub fn find(&self, name: &str) -> Result<PathBuf> {
         let program = PROGRAMS
             .iter()
+            .chain(&SUITE)
             .find(|one| one.name == name)
             .with_context(|| format!("{name} is no program of the cluster"))?;
         let pinned = self.pinned(program.module)?;
@@ -136,7 +144,7 @@ impl Binaries {
         self.cached(program, pinned)
     }
 
-    /// Finds or builds every program.
+    /// Finds or builds every program of the cluster.
     ///
     /// # Errors
     /// As [`Binaries::find`].
@@ -203,7 +211,8 @@ impl Binaries {
         }
         let status = Command::new("go")
             .current_dir(self.module(program.module))
-            .args(["build", "-trimpath", "-tags", TAGS, "-ldflags", &flags, "-o"])
+            .args(if name.ends_with(".test") { &["test", "-c"][..] } else { &["build"] })
+            .args(["-trimpath", "-tags", TAGS, "-ldflags", &flags, "-o"])
             .arg(&unfinished)
             .arg(program.package)
             .env("CGO_ENABLED", "0")
@@ -294,7 +303,7 @@ mod tests {
         let binaries = Binaries::new("1.36").unwrap();
         for release in binaries.releases().unwrap() {
             let binaries = Binaries::new(&release).unwrap();
-            for program in PROGRAMS {
+            for program in PROGRAMS.iter().chain(&SUITE) {
                 binaries.pinned(program.module).unwrap_or_else(|error| panic!("{}: {error:#}", program.name));
             }
             let Version(major, minor, _) = binaries.pinned(KUBERNETES).unwrap();

@@ -152,6 +152,8 @@ fn containerd() -> String {
          state = '/run/containerd'\n\
          [grpc]\n\
          address = '/run/containerd/containerd.sock'\n\
+         [metrics]\n\
+         address = '127.0.0.1:1338'\n\
          [plugins.'io.containerd.cri.v1.images'.pinned_images]\n\
          sandbox = '{PAUSE_IMAGE}'\n\
          [plugins.'io.containerd.cri.v1.runtime']\n\
@@ -210,7 +212,7 @@ fn kube_proxy(name: &str) -> String {
          clusterCIDR: {POD_NETWORK}\n\
          oomScoreAdj: 0\n\
          # The sizes of connection tracking are the host's.\n\
-         conntrack: {{maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}}\n"
+         conntrack: {{maxPerCore: 0, min: 0}}\n"
     )
 }
 

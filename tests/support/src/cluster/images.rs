@@ -2,6 +2,7 @@
 
 use super::binaries::{Binaries, cache};
 use super::daemon::PAUSE_IMAGE;
+use super::pki::{Authority, Subject};
 use super::say;
 use crate::lab::output;
 use anyhow::{Context, Result, ensure};
@@ -14,6 +15,14 @@ use std::process::Command;
 pub const AGNHOST_IMAGE: &str = "localhost/agnhost:1";
 /// The cluster's DNS server.
 pub(super) const COREDNS_IMAGE: &str = "localhost/coredns:1";
+
+/// Kubernetes' test program with the tools beside it that specs of the conformance run call, under whichever of the
+/// suite's names.
+pub(super) const TOOLS_IMAGE: &str = "localhost/conformance:1";
+/// The server of one spec, which sends what connection tracking calls invalid.
+pub(super) const REGRESSION_IMAGE: &str = "localhost/conformance-regression:1";
+/// How agnhost starts.
+const AGNHOST_START: &str = "ENTRYPOINT [\"/agnhost\"]\nCMD [\"pause\"]";
 
 /// The images that every node has.
 pub(super) fn all(binaries: &Binaries) -> Result<Vec<(&'static str, PathBuf)>> {
@@ -34,13 +43,7 @@ pub(super) fn all(binaries: &Binaries) -> Result<Vec<(&'static str, PathBuf)>> {
         output(rustc.arg("-o").arg(root.join("pause")).arg(source), "compile pause.rs").map(drop)
     })?;
     let agnhost =
-        cached(&binaries.folder("kubernetes")?, AGNHOST_IMAGE, "ENTRYPOINT [\"/agnhost\"]\nCMD [\"pause\"]", |root| {
-            fs::copy(binaries.find("agnhost")?, root.join("agnhost"))?;
-            busybox(&root.join("bin"))?;
-            with_libraries("curl", root)?;
-            fs::create_dir(root.join("tmp"))?;
-            Ok(fs::set_permissions(root.join("tmp"), fs::Permissions::from_mode(0o1777))?)
-        })?;
+        cached(&binaries.folder("kubernetes")?, AGNHOST_IMAGE, AGNHOST_START, |root| fill_agnhost(binaries, root))?;
     let coredns = cached(&binaries.folder("coredns")?, COREDNS_IMAGE, "ENTRYPOINT [\"/coredns\"]", |root| {
         fs::copy(binaries.find("coredns")?, root.join("coredns"))?;
         Ok(())
@@ -48,12 +51,60 @@ pub(super) fn all(binaries: &Binaries) -> Result<Vec<(&'static str, PathBuf)>> {
     Ok(vec![(PAUSE_IMAGE, pause), (AGNHOST_IMAGE, agnhost), (COREDNS_IMAGE, coredns)])
 }
 
+/// The further images of the conformance run.
+pub(super) fn of_conformance(binaries: &Binaries) -> Result<Vec<(&'static str, PathBuf)>> {
+    let folder = binaries.folder("kubernetes")?;
+    let tools = cached(&folder, TOOLS_IMAGE, AGNHOST_START, |root| {
+        fill_agnhost(binaries, root)?;
+        with_libraries("nc.openbsd", "nc", root)?;
+        // busybox's shell would run busybox's nc, and busybox's wget crashes where it finds the C library of the others.
+        for name in ["conntrack", "dig", "getent", "sh", "ss", "wget"] {
+            with_libraries(name, name, root)?;
+        }
+        fs::copy(binaries.find("coredns")?, root.join("coredns"))?;
+        fs::create_dir(root.join("uploads"))?;
+        // What a name in /etc/hosts means does not hang on the C library's default.
+        fs::create_dir_all(root.join("etc"))?;
+        fs::write(root.join("etc/nsswitch.conf"), "hosts: files dns\n")?;
+        // Specs try again themselves.
+        fs::write(root.join("etc/wgetrc"), "tries = 1\n")?;
+        // What `agnhost porter` serves HTTPS with.
+        let keys = tempfile::tempdir()?;
+        let serves = ["localhost".to_owned()];
+        let subject = Subject { common_name: "localhost", organization: None, serves: &serves };
+        Authority::new(keys.path())?.sign("localhost", &subject)?;
+        for file in ["localhost.crt", "localhost.key"] {
+            fs::copy(keys.path().join(file), root.join(file))?;
+        }
+        Ok(())
+    })?;
+    let regression = cached(&folder, REGRESSION_IMAGE, "ENTRYPOINT [\"/server\"]", |root| {
+        fs::copy(binaries.find("regression-issue-74839")?, root.join("server"))?;
+        Ok(())
+    })?;
+    Ok(vec![(TOOLS_IMAGE, tools), (REGRESSION_IMAGE, regression)])
+}
+
+/// agnhost and a shell with what test pods call in it.
+fn fill_agnhost(binaries: &Binaries, root: &Path) -> Result<()> {
+    fs::copy(binaries.find("agnhost")?, root.join("agnhost"))?;
+    busybox(&root.join("bin"))?;
+    with_libraries("curl", "curl", root)?;
+    fs::create_dir(root.join("tmp"))?;
+    Ok(fs::set_permissions(root.join("tmp"), fs::Permissions::from_mode(0o1777))?)
+}
+
 /// A program of this machine, as `/bin/NAME`, and the libraries that it loads.
-fn with_libraries(name: &str, root: &Path) -> Result<()> {
+fn with_libraries(program: &str, name: &str, root: &Path) -> Result<()> {
     let paths = std::env::var_os("PATH").unwrap_or_default();
-    let program = std::env::split_paths(&paths).map(|folder| folder.join(name)).find(|path| path.is_file());
-    let program = program.with_context(|| format!("{name} is missing: install it"))?;
-    fs::copy(&program, root.join("bin").join(name))?;
+    let found = std::env::split_paths(&paths).map(|folder| folder.join(program)).find(|path| path.is_file());
+    let program = found.with_context(|| format!("{program} is missing: install it"))?;
+    let copy = root.join("bin").join(name);
+    // busybox may go by this name, too: a copy would go into busybox itself.
+    if copy.is_symlink() {
+        fs::remove_file(&copy)?;
+    }
+    fs::copy(&program, copy)?;
     for library in libraries(&output(Command::new("ldd").arg(&program), "ldd")?) {
         let copy = root.join(library.trim_start_matches('/'));
         fs::create_dir_all(copy.parent().context("a library lies in no folder")?)?;

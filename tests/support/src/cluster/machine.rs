@@ -369,6 +369,11 @@ impl Machine {
         Ok(())
     }
 
+    /// Gives an image of its containerd a further name.
+    pub(super) fn tag(&self, image: &str, name: &str) -> Result<()> {
+        self.run("ctr", &["--namespace", "k8s.io", "images", "tag", "--force", image, name]).map(drop)
+    }
+
     /// The names of the images that its containerd has.
     pub(super) fn images(&self) -> Result<Vec<String>> {
         let names = self.run("ctr", &["--namespace", "k8s.io", "images", "list", "--quiet"])?;

@@ -35,6 +35,7 @@
 
 pub mod binaries;
 pub mod cgroup;
+mod conformance;
 pub mod control_plane;
 mod daemon;
 pub mod images;
@@ -45,6 +46,7 @@ mod spec;
 mod state;
 mod story;
 
+pub use conformance::Suite;
 pub use daemon::Daemon;
 pub use machine::{Machine, Segment};
 pub use spec::{
@@ -56,6 +58,7 @@ pub use story::tell;
 use crate::lab::output;
 use anyhow::{Context, Result, bail, ensure};
 use binaries::Binaries;
+use ipnet::Ipv4Net;
 use serde_json::Value;
 use spec::{CONTROL_NAME, OUTSIDE_NAME, ROUTER_NAME, node_address};
 use state::{Lock, State};
@@ -294,6 +297,28 @@ impl Cluster {
         Ok(install::conditions(&self.kubectl_json(&["get", "nodes"])?))
     }
 
+    /// The blocks of a node, as its CiliumNode has them.
+    ///
+    /// # Errors
+    /// As [`Cluster::kubectl`], and when one is no block.
+    pub fn blocks(&self, node: &str) -> Result<Vec<Ipv4Net>> {
+        let node = self.kubectl_json(&["get", "ciliumnode", node])?;
+        let blocks = node.pointer("/spec/ipam/podCIDRs").and_then(Value::as_array).into_iter().flatten();
+        blocks.map(|block| Ok(block.as_str().unwrap_or_default().parse()?)).collect()
+    }
+
+    /// Gives the control plane the ways to the pods that it proxies to: it is no node, so no agent does.
+    fn route_pods(&self) -> Result<()> {
+        let control = self.machine(CONTROL_NAME)?;
+        for node in self.nodes()? {
+            let address = node.address()?.to_string();
+            for block in self.blocks(node.name())? {
+                control.run("ip", &["route", "replace", &block.to_string(), "via", &address])?;
+            }
+        }
+        Ok(())
+    }
+
     /// `kubectl …` with every right.
     ///
     /// # Errors
@@ -326,7 +351,7 @@ impl Cluster {
     ///
     /// # Errors
     /// When the control plane is switched off.
-    pub fn client(&self, program: &str) -> Result<Command> {
+    pub fn client(&self, program: impl AsRef<Path>) -> Result<Command> {
         let mut command = self.machine(CONTROL_NAME)?.command_in_network(program)?;
         command.env("KUBECONFIG", kubeconfig());
         Ok(command)

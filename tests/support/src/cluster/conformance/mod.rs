@@ -1,0 +1,224 @@
+//! Kubernetes' own end-to-end suite, as far as it is about the network: which of its specs are run, with which images,
+//! and what became of them.
+
+mod report;
+mod selection;
+
+use super::binaries::Binaries;
+use super::daemon::PAUSE_IMAGE;
+use super::images::{self, REGRESSION_IMAGE, TOOLS_IMAGE};
+use super::{Cluster, kubeconfig, say};
+use crate::lab::output;
+use anyhow::{Context, Result, ensure};
+use regex::Regex;
+use report::{Outcome, Progress};
+use selection::Selection;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+/// Specs that run at once, for each processor: most of them wait most of the time.
+const SPECS_PER_PROCESSOR: usize = 3;
+
+/// A run takes at most this long.
+const TIMEOUT: &str = "2h";
+
+/// Names the file that gives registries other names. Unlike the flag, it is read before specs name their images.
+const REGISTRIES_OF_SUITE: &str = "KUBE_TEST_REPO_LIST";
+
+/// The registries that the suite knows, by their keys in the file that gives them others. All of them are this machine.
+const REGISTRIES: [&str; 9] = [
+    "promoterE2eRegistry",
+    "buildImageRegistry",
+    "invalidRegistry",
+    "gcEtcdRegistry",
+    "gcRegistry",
+    "sigStorageRegistry",
+    "privateRegistry",
+    "dockerLibraryRegistry",
+    "cloudProviderGcpRegistry",
+];
+
+/// Kubernetes' suite and what is run of it.
+#[derive(Debug)]
+pub struct Suite {
+    binaries: Binaries,
+    selection: Selection,
+    /// Where log and report go.
+    directory: PathBuf,
+    /// The file that names registries.
+    registries: PathBuf,
+}
+
+impl Suite {
+    /// Builds what is missing of the suite for a release of Kubernetes, and chooses the specs: all of the network group but
+    /// those that `tests/conformance/left-out.yaml` names; of these the ones that match `focus`. Log and report will be in
+    /// `directory`.
+    ///
+    /// # Errors
+    /// When a build fails, the list has an entry that leaves out nothing, or `focus` matches nothing.
+    pub fn new(release: &str, focus: Option<&Regex>, directory: &Path) -> Result<Self> {
+        let binaries = Binaries::new(release)?;
+        fs::create_dir_all(directory).with_context(|| format!("make {}", directory.display()))?;
+        let registries = directory.join("registries.yaml");
+        fs::write(&registries, REGISTRIES.map(|name| format!("{name}: localhost\n")).concat())?;
+        let list = output(Command::new(binaries.find("e2e.test")?).arg("--list-tests"), "e2e.test --list-tests")?;
+        let specs = selection::specs(&list);
+        ensure!(!specs.is_empty(), "e2e.test --list-tests names no spec of {}", selection::NETWORK);
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("conformance/left-out.yaml");
+        let list = fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))?;
+        let mut selection = Selection::new(specs, &list).with_context(|| file.display().to_string())?;
+        if let Some(focus) = focus {
+            selection.focus(focus)?;
+        }
+        say(format_args!("{} specs are run, {} left out", selection.chosen.len(), selection.left_out()));
+        Ok(Self { binaries, selection, directory: directory.to_owned(), registries })
+    }
+
+    /// Runs the chosen specs in a cluster, and prints what became of them. Whether all of them passed.
+    ///
+    /// # Errors
+    /// When the suite cannot be run, or leaves no report.
+    pub fn run(&self, cluster: &Cluster) -> Result<bool> {
+        self.load_images(cluster)?;
+        cluster.route_pods()?;
+        let start = Instant::now();
+        let report = self.directory.join("report.json");
+        if report.exists() {
+            fs::remove_file(&report)?;
+        }
+        let log = self.directory.join("log.txt");
+        let good = self.run_ginkgo(cluster, &log)?;
+        let text = fs::read_to_string(&report)
+            .with_context(|| format!("ginkgo left no report; what it said is in {}", log.display()))?;
+        let mut outcome = Outcome::new(&text, &self.selection.chosen)?;
+        if !good && outcome.failed.is_empty() {
+            outcome.failed.push(("the suite".to_owned(), "ginkgo failed and names no spec".to_owned()));
+        }
+        self.tell(&outcome);
+        println!(
+            "{} passed, {} failed, {} left out in {} s",
+            outcome.passed,
+            outcome.failed.len(),
+            self.selection.left_out(),
+            start.elapsed().as_secs()
+        );
+        if !outcome.failed.is_empty() {
+            println!("log: {}", log.display());
+        }
+        Ok(outcome.failed.is_empty())
+    }
+
+    /// Gives every node the images under the names that the suite has for them.
+    fn load_images(&self, cluster: &Cluster) -> Result<()> {
+        let images = images::of_conformance(&self.binaries)?;
+        let mut list = Command::new(self.binaries.find("e2e.test")?);
+        list.arg("--list-images").env(REGISTRIES_OF_SUITE, &self.registries);
+        let names = output(&mut list, "e2e.test --list-images")?;
+        let nodes = cluster.spec().node_names()?;
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = nodes
+                .iter()
+                .map(|node| {
+                    scope.spawn(|| {
+                        cluster.load_missing(node, &images)?;
+                        let machine = cluster.machine(node)?;
+                        let mut known = names.lines().filter_map(|name| Some((image_for(name)?, name)));
+                        known.try_for_each(|(image, name)| machine.tag(image, name))
+                    })
+                })
+                .collect();
+            threads
+                .into_iter()
+                .try_for_each(|thread| thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a thread panicked"))))
+        })
+    }
+
+    /// Runs ginkgo, and prints a line for each spec that ends; all that it says goes into the log. Whether it succeeded.
+    fn run_ginkgo(&self, cluster: &Cluster, log: &Path) -> Result<bool> {
+        let processors = std::thread::available_parallelism()?.get();
+        let mut ginkgo = cluster.client(self.binaries.find("ginkgo")?)?;
+        ginkgo
+            .args(["--no-color", "-v", "--keep-going", "--timeout", TIMEOUT])
+            .arg(format!("--procs={}", processors * SPECS_PER_PROCESSOR))
+            .arg(format!("--focus={}", self.selection.expression()))
+            .arg(format!("--output-dir={}", self.directory.display()))
+            .arg("--json-report=report.json")
+            .arg(self.binaries.find("e2e.test")?)
+            .args(["--", "--provider=skeleton"])
+            // Only the first of ginkgo's processes would count them.
+            .arg(format!("--num-nodes={}", cluster.spec().nodes))
+            .arg(format!("--kubeconfig={}", kubeconfig().display()))
+            .arg(format!("--e2e-output-dir={}", self.directory.display()))
+            .env(REGISTRIES_OF_SUITE, &self.registries);
+        let mut file = File::create(log).with_context(|| format!("write {}", log.display()))?;
+        let mut child = ginkgo
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(file.try_clone()?)
+            .spawn()
+            .context("start ginkgo")?;
+        let mut progress = Progress::new(self.selection.chosen.len())?;
+        let mut reader = BufReader::new(child.stdout.take().context("ginkgo has no output")?);
+        let mut line = Vec::new();
+        // What a spec prints need not be text.
+        while reader.read_until(b'\n', &mut line)? > 0 {
+            file.write_all(&line)?;
+            if let Some(told) = progress.read(String::from_utf8_lossy(&line).trim_end()) {
+                println!("{told}");
+            }
+            line.clear();
+        }
+        Ok(child.wait()?.success())
+    }
+
+    fn tell(&self, outcome: &Outcome) {
+        println!("\n{:<50} {:>5} {:>6}", "group", "specs", "passed");
+        for (group, count) in &outcome.groups {
+            println!("{group:<50} {:>5} {:>6}", count.specs, count.passed);
+        }
+        println!("\nleft out");
+        for reason in &self.selection.left_out {
+            println!("{:>4}  {}", reason.specs, reason.text);
+        }
+        println!("\nlongest");
+        for (time, name) in outcome.times.iter().take(5) {
+            println!("{:>4} s  {name}", time.as_secs());
+        }
+        println!();
+        for (name, why) in &outcome.failed {
+            println!("FAILED  {name}: {why}");
+        }
+    }
+}
+
+/// Which of our images stands for one of the suite's, where one does.
+fn image_for(name: &str) -> Option<&'static str> {
+    let (_, file) = name.rsplit_once('/')?;
+    match file.split_once(':')?.0 {
+        "agnhost" | "busybox" | "distroless-iptables" | "glibc-dns-testing" | "jessie-dnsutils" => Some(TOOLS_IMAGE),
+        "pause" => Some(PAUSE_IMAGE),
+        "regression-issue-74839" => Some(REGRESSION_IMAGE),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_are_known_by_name_whatever_their_version() {
+        for (name, image) in [
+            ("localhost/agnhost:2.63.0", Some(TOOLS_IMAGE)),
+            ("localhost/agnhost:2.55", Some(TOOLS_IMAGE)),
+            ("localhost/pause:3.10.2", Some(PAUSE_IMAGE)),
+            ("localhost/volume/nfs:1.6.0", None),
+            ("localhost/nginx:1.15-4", None),
+        ] {
+            assert_eq!(image_for(name), image, "{name}");
+        }
+    }
+}
