@@ -18,6 +18,9 @@ const PTP_CONF: &str = r#"{"cniVersion":"1.0.0","name":"reference","type":"ptp",
     "ipam":{"type":"host-local","dataDir":"/run/host-local","ranges":[[{"subnet":"10.99.0.0/24"}]],
     "routes":[{"dst":"0.0.0.0/0"}]}}"#;
 
+/// The agent waits for its Node.
+const NODE: &str = r#"{"apiVersion":"v1","kind":"Node","metadata":{"name":"n1"}}"#;
+
 fn main() -> Result<()> {
     let cistern = named("CISTERN")?;
     let plugin = named("CISTERN_CNI")?;
@@ -27,7 +30,12 @@ fn main() -> Result<()> {
     node.run("ip", &["route", "add", "default", "via", "172.29.8.1"])?;
     let here = std::env::current_exe().context("where this bench is")?;
     let apiserver = here.ancestors().nth(2).context("no target folder")?.join("cistern-apiserver");
-    let mut api = quiet(node.command(apiserver).args(["--listen=127.0.0.1:6443", "--kubeconfig=/run/kubeconfig"]))?;
+    std::fs::write(node.file("/run/objects.yaml"), NODE).context("write the objects to begin with")?;
+    let mut api = quiet(node.command(apiserver).args([
+        "--listen=127.0.0.1:6443",
+        "--kubeconfig=/run/kubeconfig",
+        "--objects=/run/objects.yaml",
+    ]))?;
     wait_for("the API server", || node.file("/run/kubeconfig").exists())?;
     let mut agent = quiet(node.command(&cistern).args([
         "agent",

@@ -1,9 +1,11 @@
 //! Speed and size.
 
 use crate::build;
+use crate::image;
 use crate::process;
 use crate::workspace::{TESTS_PACKAGE, Workspace};
 use anyhow::{Result, bail};
+use std::path::PathBuf;
 
 /// What `bench` can be told.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -14,6 +16,9 @@ pub(crate) struct Options {
 
 /// The bench that this module does itself.
 const SIZES: &str = "sizes";
+
+/// The bench in a real cluster, which runs the image.
+const KUBELET: &str = "kubelet";
 
 /// Builds optimised binaries, then runs the benches one after the other: two at a time would measure each other.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
@@ -31,13 +36,22 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         println!("\n== {name} ==");
         if name == SIZES {
             artifacts.print_sizes()?;
+            image(workspace)?;
             continue;
         }
         // The bench itself need not be optimised: what it measures are the programs above, and the kernel's.
         let mut command = workspace.cargo();
         command.args(["bench", "--locked", "--profile", "dev", "--bench", name]);
         command.env("CISTERN", &artifacts.cistern).env("CISTERN_CNI", &artifacts.cistern_cni);
+        if name == KUBELET {
+            command.env("CISTERN_IMAGE", image(workspace)?);
+        }
         process::run(&mut command)?;
     }
     Ok(())
+}
+
+/// The image of the optimised build.
+fn image(workspace: &Workspace) -> Result<PathBuf> {
+    image::run(workspace, &image::Options { debug: false, no_build: false, name: image::NAME.to_owned() })
 }

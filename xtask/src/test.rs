@@ -19,10 +19,10 @@ use std::time::{Duration, Instant};
 pub(crate) struct Options {
     /// Only tests whose name contains this
     filter: Option<String>,
-    /// Only these stages: build, check, unit, script, chart, netns, ebpf, cluster
+    /// Only these stages: build, check, unit, script, chart, netns, ebpf, servers, cluster
     #[arg(long, value_delimiter = ',', conflicts_with = "cluster")]
     stage: Vec<String>,
-    /// The stage `cluster` alone, which is no part of the others: a real Kubernetes cluster on this machine
+    /// The stages `servers` and `cluster`, which are no part of the others: a real kube-apiserver, then a real cluster
     #[arg(long)]
     cluster: bool,
     /// Accept that the stages that need root are skipped
@@ -45,11 +45,13 @@ enum Stage {
     },
 }
 
-/// What runs in a real cluster, with the image of the debug build. It is not run unless it is asked for: with nothing
-/// cached it first builds Kubernetes.
+/// What runs against a real kube-apiserver. It is not run unless it is asked for: with nothing cached it first builds that.
+const SERVERS: Stage = Stage::Target { name: "servers", privileged: false };
+
+/// What runs in a real cluster, with the image of the debug build. It is not run unless it is asked for, either.
 const CLUSTER: Stage = Stage::Target { name: "cluster", privileged: true };
 
-const STAGES: [Stage; 8] = [
+const STAGES: [Stage; 9] = [
     Stage::Build,
     Stage::Check,
     Stage::Unit,
@@ -57,6 +59,7 @@ const STAGES: [Stage; 8] = [
     Stage::Target { name: "chart", privileged: false },
     Stage::Target { name: "netns", privileged: true },
     Stage::Target { name: "ebpf", privileged: true },
+    SERVERS,
     CLUSTER,
 ];
 
@@ -74,7 +77,7 @@ impl Stage {
 impl Options {
     fn wants(&self, stage: Stage) -> bool {
         if self.cluster || self.stage.is_empty() {
-            self.cluster == (stage == CLUSTER)
+            self.cluster == [SERVERS, CLUSTER].contains(&stage)
         } else {
             self.stage.iter().any(|name| name == stage.name())
         }

@@ -46,15 +46,30 @@ impl Failure {
     }
 }
 
-/// Why a call was refused, for whoever counts the answer.
+/// A refused call, for whoever counts the answer and tells of it.
 #[derive(Clone)]
-struct Reason(String);
+struct Refused(ApiError);
+
+/// Reasons of calls that wait for something which the agent already tells of as a wait, a condition or an event.
+const WAITING: [&str; 5] = ["waiting-for-pod-cidr", "held-back", "no-router", "router-not-set", "shutting-down"];
+
+impl Refused {
+    /// A runtime repeats a call that waits every few seconds for every pod: only what is wrong is worth a warning.
+    fn tell(&self, verb: &str) {
+        let ApiError { reason, message: error, .. } = &self.0;
+        if WAITING.contains(&reason.as_str()) {
+            tracing::debug!(verb, reason, error, "call refused");
+        } else {
+            tracing::warn!(verb, reason, error, "call refused");
+        }
+    }
+}
 
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        let reason = Extension(Reason(self.error.reason.clone()));
-        (status, reason, Json(self.error)).into_response()
+        let refused = Extension(Refused(self.error.clone()));
+        (status, refused, Json(self.error)).into_response()
     }
 }
 
@@ -145,13 +160,15 @@ fn query(parsed: Result<Query<IpamQuery>, QueryRejection>, headers: &HeaderMap) 
     Ok(query)
 }
 
-/// Counts the calls of the plugin by verb, result and duration.
+/// Counts the calls of the plugin by verb, result and duration, and tells of those that were refused.
 async fn observe(request: Request, next: Next) -> Response {
     const PREFIX: &str = "/v1/cni/";
     let verb = request.uri().path().strip_prefix(PREFIX).unwrap_or_default().to_owned();
     let begun = Instant::now();
     let response = next.run(request).await;
-    let result = response.extensions().get().map_or("ok", |Reason(reason)| reason.as_str());
+    let refused = response.extensions().get::<Refused>();
+    refused.into_iter().for_each(|refused| refused.tell(&verb));
+    let result = refused.map_or("ok", |Refused(error)| error.reason.as_str());
     metrics::cni_request(&verb, result, begun.elapsed());
     response
 }
@@ -303,4 +320,37 @@ pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
 /// When accepting fails for good.
 pub async fn serve<A: AgentApi>(listener: UnixListener, api: Arc<A>, cancel: CancellationToken) -> std::io::Result<()> {
     axum::serve(listener, router(api)).with_graceful_shutdown(async move { cancel.cancelled().await }).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    /// The level of the line that tells of a refusal.
+    fn level(reason: &str) -> String {
+        let lines = Arc::new(Mutex::new(Vec::new()));
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::DEBUG)
+            .without_time()
+            .with_ansi(false)
+            .with_writer(Arc::clone(&lines))
+            .finish();
+        let Failure { error, .. } = Failure::retryable(503, reason, "no");
+        tracing::subscriber::with_default(subscriber, || Refused(error).tell("add"));
+        let lines = String::from_utf8(lines.lock().unwrap().clone()).unwrap();
+        assert_eq!(lines.lines().count(), 1, "{lines}");
+        lines.split_whitespace().next().unwrap_or_default().to_owned()
+    }
+
+    // case: ipam P4
+    #[test]
+    fn what_waits_is_told_at_debug_level_and_what_is_wrong_as_a_warning() {
+        for reason in WAITING {
+            assert_eq!(level(reason), "DEBUG", "{reason}");
+        }
+        for reason in ["pool-exhausted", "overtaken-by-del", "not-durable", "datapath", "refused", "in-use"] {
+            assert_eq!(level(reason), "WARN", "{reason}");
+        }
+    }
 }

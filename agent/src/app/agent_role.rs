@@ -256,7 +256,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     tasks.spawn_loop("write events", write);
     if settings.auto_create_cilium_node {
         let nodes = cilium_nodes.reader();
-        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), nodes, mirror));
+        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), nodes, pool.reader(), mirror));
         tasks.spawn_loop("write own CiliumNode", reconcile.run("own CiliumNode", target, own_node.reader()));
     }
     if settings.annotate_k8s_node {

@@ -37,8 +37,8 @@ pub async fn run(inputs: Inputs, desired: Arc<Table<String, OwnCiliumNode>>, wai
         let pool_now = pool.snapshot();
         let planned = nodes_now.rows.get(&node).map(|row| {
             let router = router_now.rows.keys().next().copied();
-            let planned = plan(&node, row, network_now.rows.get(&()), router, pool_now.rows.get(&()));
-            (node.clone(), OwnCiliumNode { mirror, ..planned })
+            let pool = pool_now.rows.get(&()).filter(|_| mirror);
+            (node.clone(), plan(&node, row, network_now.rows.get(&()), router, pool))
         });
         match planned {
             Some(_) => waits.end(WAIT),
@@ -86,7 +86,7 @@ fn plan(
     node: &NodeRow,
     network: Option<&NetworkRow>,
     router: Option<Ipv4Addr>,
-    pool: Option<&PoolRow>,
+    mirrored: Option<&PoolRow>,
 ) -> OwnCiliumNode {
     let mut addresses: Vec<NodeAddress> = node.addresses.clone();
     if !addresses.iter().any(|address| address.kind == "InternalIP")
@@ -100,8 +100,7 @@ fn plan(
     OwnCiliumNode {
         addresses,
         owner: Some((name.to_owned(), node.uid.clone())),
-        claim: pool.iter().map(|pool| pool.pod_cidr).collect(),
-        mirror: false,
+        pod_cidrs: mirrored.map(|pool| vec![pool.pod_cidr]),
     }
 }
 

@@ -1,25 +1,41 @@
 //! Writing CiliumNodes: the agent its own, the operator blocks and errors of all.
 //!
-//! Both write merge patches of their own fields only. What was written is remembered until the watch shows it (or
-//! something newer), so that a full pass in between does not write it again.
+//! Both write merge patches of their own fields only. What was written is remembered until the watch tells of it, so that
+//! a full pass in between does not write it again.
 
 use super::{AGENT, KubernetesError, Leadership, OPERATOR, write};
 use crate::reconciler::Operations;
-use crate::tables::Reader;
-use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeAddress, OwnCiliumNode};
+use crate::tables::{Followed, Reader, Snapshot};
+use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeAddress, OwnCiliumNode, PoolRow};
 use cistern_crds::CiliumNode;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
-use kube::{Api, Client};
+use kube::{Api, Client, ResourceExt};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::time::Duration;
+use tokio::time::Instant;
 
 const KIND: &str = "CiliumNode";
 
-/// A value that was written, and the resource version that it replaced.
+/// A value that was written.
 #[derive(Debug)]
 struct Written<V> {
-    replaced: String,
+    /// How far the table had followed the server when the write began.
+    begun: Followed,
+    /// The resource version that the server answered with.
+    version: Option<String>,
     value: V,
+}
+
+impl<V> Written<V> {
+    fn new(begun: Followed, object: &CiliumNode, value: V) -> Self {
+        Self { begun, version: object.resource_version(), value }
+    }
+
+    /// Whether these rows may be older than what was written.
+    fn is_newer_than(&self, snapshot: &Snapshot<String, CiliumNodeRow>) -> bool {
+        !snapshot.followed.tells(self.version.as_deref(), self.begun)
+    }
 }
 
 /// The agent's own object.
@@ -28,16 +44,35 @@ pub struct OwnNode {
     api: Api<CiliumNode>,
     name: String,
     seen: Reader<String, CiliumNodeRow>,
+    pool: Reader<(), PoolRow>,
     mirror: bool,
     written: Option<Written<OwnCiliumNode>>,
+    /// When the object was made last.
+    made: Option<Instant>,
 }
 
+/// The object is made at most this often: garbage collection deletes it at once while its owner is a Node that is gone,
+/// and this agent may not have heard of that yet.
+const MADE_ANEW: Duration = Duration::from_secs(10);
+
 impl OwnNode {
-    /// Writes the object `name`, and reads it back from `seen`; `mirror` as in [`OwnCiliumNode`].
+    /// Writes the object `name`, and reads it back from `seen`. An object that is made anew, or that lists no block, claims
+    /// the one of `pool` (`ipam` decision 11): whoever gives blocks may not know of it any more. With `mirror` the
+    /// object's block is kept equal to that one.
     #[must_use]
-    pub fn new(client: Client, name: String, seen: Reader<String, CiliumNodeRow>, mirror: bool) -> Self {
-        Self { api: Api::all(client), name, seen, mirror, written: None }
+    pub fn new(
+        client: Client,
+        name: String,
+        seen: Reader<String, CiliumNodeRow>,
+        pool: Reader<(), PoolRow>,
+        mirror: bool,
+    ) -> Self {
+        Self { api: Api::all(client), name, seen, pool, mirror, written: None, made: None }
     }
+}
+
+fn texts<T: ToString>(values: impl IntoIterator<Item = T>) -> Vec<String> {
+    values.into_iter().map(|value| value.to_string()).collect()
 }
 
 fn addresses(addresses: &[NodeAddress]) -> Value {
@@ -54,15 +89,21 @@ impl Operations for OwnNode {
     type Error = KubernetesError;
 
     async fn update(&mut self, name: &String, value: &OwnCiliumNode) -> Result<(), KubernetesError> {
-        let row = self.seen.synced().await.rows.get(name).cloned();
+        let snapshot = self.seen.synced().await;
         let mut metadata = json!({"name": name});
+        let claim = texts(self.pool.snapshot().rows.values().map(|pool| pool.pod_cidr));
         // Without a Node there is nothing to say about owners, and those that somebody else named stay.
         if let (Some(owner), Some(fields)) = (&value.owner, metadata.as_object_mut()) {
             fields.insert("ownerReferences".to_owned(), owner_references(owner));
         }
-        match row {
+        let written = match snapshot.rows.get(name) {
             None => {
-                let claim: Vec<String> = value.claim.iter().map(ToString::to_string).collect();
+                let earliest = self.made.map(|made| made + MADE_ANEW);
+                if let Some(retry_after) = earliest.and_then(|at| at.checked_duration_since(Instant::now()))
+                    && !retry_after.is_zero()
+                {
+                    return Err(KubernetesError::Vanished { kind: KIND, name: name.clone(), retry_after });
+                }
                 let object: CiliumNode = serde_json::from_value(json!({
                     "apiVersion": "cilium.io/v2", "kind": KIND, "metadata": metadata,
                     "spec": {"addresses": addresses(&value.addresses), "ipam": {"podCIDRs": claim}},
@@ -74,23 +115,30 @@ impl Operations for OwnNode {
                     source: Box::new(kube::Error::SerdeError(source)),
                 })?;
                 let params = PostParams { field_manager: Some(AGENT.to_owned()), ..PostParams::default() };
-                write("create", KIND, name, self.api.create(&params, &object)).await?;
-                self.written = Some(Written { replaced: String::new(), value: value.clone() });
+                let made = write("create", KIND, name, self.api.create(&params, &object)).await?;
+                self.made = Some(Instant::now());
+                made
             }
             Some(row) => {
-                let pod_cidrs: Vec<String> = value.claim.iter().map(ToString::to_string).collect();
-                // A range that is not known yet takes nothing away.
-                let spec = if value.mirror && !pod_cidrs.is_empty() {
-                    json!({"addresses": addresses(&value.addresses), "ipam": {"podCIDRs": pod_cidrs}})
-                } else {
-                    json!({"addresses": addresses(&value.addresses)})
+                let mut spec = json!({"addresses": addresses(&value.addresses)});
+                let pod_cidrs = match &value.pod_cidrs {
+                    Some(pod_cidrs) => Some(texts(pod_cidrs)),
+                    // The operator may be giving it one at this moment.
+                    None if row.pod_cidrs.is_empty() && !claim.is_empty() => {
+                        metadata["resourceVersion"] = row.resource_version.clone().into();
+                        Some(claim)
+                    }
+                    None => None,
                 };
+                if let Some(pod_cidrs) = pod_cidrs {
+                    spec["ipam"] = json!({"podCIDRs": pod_cidrs});
+                }
                 let patch = json!({"metadata": metadata, "spec": spec});
                 let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
-                write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await?;
-                self.written = Some(Written { replaced: row.resource_version, value: value.clone() });
+                write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await?
             }
-        }
+        };
+        self.written = Some(Written::new(snapshot.followed, &written, value.clone()));
         Ok(())
     }
 
@@ -101,24 +149,23 @@ impl Operations for OwnNode {
 
     async fn observe(&mut self) -> Result<BTreeMap<String, OwnCiliumNode>, KubernetesError> {
         let snapshot = self.seen.synced().await;
-        let row = snapshot.rows.get(&self.name);
-        let version = row.map_or("", |row| row.resource_version.as_str());
         if let Some(written) = &self.written
-            && written.replaced == version
+            && written.is_newer_than(&snapshot)
         {
             return Ok(BTreeMap::from([(self.name.clone(), written.value.clone())]));
         }
-        // What the object claims is the operator's; the claim that this agent would make is no difference. Where it is
-        // this agent's, what stands there counts.
-        let claim = self.written.as_ref().filter(|_| !self.mirror).map(|written| written.value.claim.clone());
         self.written = None;
-        Ok(row
+        // A range that is not known yet takes nothing away.
+        let known = !self.pool.snapshot().rows.is_empty();
+        Ok(snapshot
+            .rows
+            .get(&self.name)
             .map(|row| {
                 let value = OwnCiliumNode {
                     addresses: row.addresses.clone(),
                     owner: row.owner.clone(),
-                    claim: claim.unwrap_or_else(|| row.pod_cidrs.iter().filter_map(|text| text.parse().ok()).collect()),
-                    mirror: self.mirror,
+                    pod_cidrs: (known && (self.mirror || row.pod_cidrs.is_empty()))
+                        .then(|| row.pod_cidrs.iter().filter_map(|text| text.parse().ok()).collect()),
                 };
                 (self.name.clone(), value)
             })
@@ -172,6 +219,11 @@ impl Operations for PodCidrs {
         else {
             return Ok(());
         };
+        // So does the one that knows of what was written here last.
+        if self.written.get(name).is_some_and(|written| written.is_newer_than(&snapshot)) {
+            return Ok(());
+        }
+        let mut answer = None;
         if value.pod_cidrs != row.pod_cidrs {
             // The precondition is what the plan was made from: nobody else gave this node a block since.
             let patch = json!({
@@ -179,7 +231,7 @@ impl Operations for PodCidrs {
                 "spec": {"ipam": {"podCIDRs": value.pod_cidrs}},
             });
             match self.patch(name, &patch, false).await {
-                Ok(_) => {}
+                Ok(object) => answer = Some(object),
                 Err(error) if error.is_not_found() => return Ok(()),
                 Err(error) => return Err(error),
             }
@@ -188,13 +240,14 @@ impl Operations for PodCidrs {
             let error = value.error.clone().unwrap_or_default();
             let patch = json!({"status": {"ipam": {"operator-status": {"error": error}}}});
             match self.patch(name, &patch, true).await {
-                Ok(_) => {}
+                Ok(object) => answer = Some(object),
                 Err(error) if error.is_not_found() => return Ok(()),
                 Err(error) => return Err(error),
             }
         }
-        let replaced = row.resource_version.clone();
-        self.written.insert(name.clone(), Written { replaced, value: value.clone() });
+        if let Some(object) = answer {
+            self.written.insert(name.clone(), Written::new(snapshot.followed, &object, value.clone()));
+        }
         Ok(())
     }
 
@@ -206,9 +259,7 @@ impl Operations for PodCidrs {
 
     async fn observe(&mut self) -> Result<BTreeMap<String, CiliumNodeIpam>, KubernetesError> {
         let snapshot = self.seen.synced().await;
-        self.written.retain(|name, written| {
-            snapshot.rows.get(name).is_some_and(|row| row.resource_version == written.replaced)
-        });
+        self.written.retain(|_, written| written.is_newer_than(&snapshot));
         Ok(snapshot
             .rows
             .iter()

@@ -75,6 +75,20 @@ pub enum KubernetesError {
         /// Name of the object.
         name: String,
     },
+    /// An object that was made a moment ago is gone; nothing was written.
+    #[error(
+        "create {kind} {name}: the one that was made a moment ago is gone, perhaps with an owner that does not exist any \
+         more; it is made again in {} s",
+        retry_after.as_secs()
+    )]
+    Vanished {
+        /// Kind of the object.
+        kind: &'static str,
+        /// Name of the object.
+        name: String,
+        /// When it may be made again.
+        retry_after: Duration,
+    },
 }
 
 impl KubernetesError {
@@ -107,6 +121,7 @@ impl Classify for KubernetesError {
     fn class(&self) -> ErrorClass {
         match self {
             Self::Config { .. } => ErrorClass::Permanent,
+            Self::Vanished { retry_after, .. } => ErrorClass::Throttled { retry_after: Some(*retry_after) },
             Self::Timeout { .. } | Self::NotLeader { .. } => ErrorClass::Transient,
             Self::Call { source, .. } => match source.as_ref() {
                 kube::Error::Api(status) => match status.code {

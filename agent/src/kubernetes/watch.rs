@@ -134,20 +134,23 @@ where
         while let Ok(Some(event)) = tokio::time::timeout(DEAD_AFTER, stream.next()).await {
             let version = match event.map_err(|error| self.failed("watch", &error))? {
                 WatchEvent::Added(object) | WatchEvent::Modified(object) => {
-                    if let Some((key, row)) = read(&object, &self.view, &self.table) {
-                        self.table.modify(|rows| {
-                            rows.insert(key, row);
-                        });
-                    }
-                    object.resource_version()
+                    let version = object.resource_version();
+                    let row = read(&object, &self.view, &self.table);
+                    self.table.follow(version.as_deref(), |rows| rows.extend(row));
+                    version
                 }
                 WatchEvent::Deleted(object) => {
-                    self.table.modify(|rows| {
+                    let version = object.resource_version();
+                    self.table.follow(version.as_deref(), |rows| {
                         rows.remove(&object.name_any());
                     });
-                    object.resource_version()
+                    version
                 }
-                WatchEvent::Bookmark(bookmark) => Some(bookmark.metadata.resource_version),
+                WatchEvent::Bookmark(bookmark) => {
+                    let version = bookmark.metadata.resource_version;
+                    self.table.follow(Some(&version), |_| {});
+                    Some(version)
+                }
                 WatchEvent::Error(status) => {
                     // Whatever it is that the server cannot do, it can list.
                     self.version = None;
@@ -183,7 +186,7 @@ where
             params.continue_token = list.metadata.continue_.filter(|token| !token.is_empty());
             if params.continue_token.is_none() {
                 let version = list.metadata.resource_version.ok_or("list without resource version")?;
-                self.table.publish(rows);
+                self.table.publish_list(rows, &version);
                 self.version = Some(version.clone());
                 return Ok(version);
             }

@@ -68,10 +68,9 @@ pub async fn run<O: Operations>(
     let mut full_pass_due = Some(Instant::now());
     let mut full_pass_failures = 0_u32;
     loop {
-        let rows = Arc::clone(&desired.snapshot());
         let due = full_pass_due.is_some_and(|at| at <= Instant::now());
         if due {
-            match this.full_pass(&rows.rows, &cancel).await {
+            match this.full_pass(&mut desired, &cancel).await {
                 Ok(()) => {
                     full_pass_failures = 0;
                     full_pass_due = Some(Instant::now() + this.options.full_pass);
@@ -84,7 +83,8 @@ pub async fn run<O: Operations>(
             }
         } else if this.status.complete {
             // Before the target has been read once, a change would be applied blindly.
-            this.apply(&rows.rows, false, &cancel).await;
+            let snapshot = desired.snapshot();
+            this.apply(&snapshot.rows, false, &cancel).await;
         }
         this.publish();
         if cancel.is_cancelled() {
@@ -108,7 +108,7 @@ impl<O: Operations> Loop<O> {
     /// An error is that of reading the target; how long to wait at least is in it.
     async fn full_pass(
         &mut self,
-        desired: &BTreeMap<O::Key, O::Value>,
+        desired: &mut Reader<O::Key, O::Value>,
         cancel: &CancellationToken,
     ) -> Result<(), Option<Duration>> {
         // Reading may wait for what does not come any more, for example a table whose watch has ended with this scope.
@@ -117,6 +117,8 @@ impl<O: Operations> Loop<O> {
             () = cancel.cancelled() => return Ok(()),
             observed = self.operations.observe() => observed,
         };
+        let snapshot = desired.snapshot();
+        let desired = &snapshot.rows;
         match observed {
             Ok(observed) => {
                 self.status.failing.remove("");

@@ -14,6 +14,30 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::watch;
 
+/// How far a table of API objects has followed the server. Versions are compared as numbers, which etcd's are and which
+/// Kubernetes has promised since 1.35; one that is none counts as the oldest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Followed {
+    /// Whole lists so far.
+    lists: u64,
+    /// The rows tell everything up to this resource version.
+    version: u64,
+}
+
+impl Followed {
+    /// Whether the rows tell of a write that the server has answered with this resource version, and that began when the
+    /// table stood at `begun`. A list that came since tells what there is, even where it is older than the write: the
+    /// server was restored from a backup then.
+    #[must_use]
+    pub fn tells(self, version: Option<&str>, begun: Self) -> bool {
+        self.lists != begun.lists || self.version >= number(version)
+    }
+}
+
+fn number(version: Option<&str>) -> u64 {
+    version.and_then(|text| text.parse().ok()).unwrap_or_default()
+}
+
 /// The rows of a table at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot<K: Ord, V> {
@@ -22,13 +46,22 @@ pub struct Snapshot<K: Ord, V> {
     /// False until the source of this table has been read whole once. Nothing is deleted on the word of a table
     /// that has not synced.
     pub synced: bool,
+    /// Of a table of API objects.
+    pub followed: Followed,
     /// The rows.
     pub rows: BTreeMap<K, V>,
 }
 
 impl<K: Ord, V> Default for Snapshot<K, V> {
     fn default() -> Self {
-        Self { revision: 0, synced: false, rows: BTreeMap::new() }
+        Self { revision: 0, synced: false, followed: Followed::default(), rows: BTreeMap::new() }
+    }
+}
+
+impl<K: Ord, V> Snapshot<K, V> {
+    /// What follows on this one.
+    fn next(&self, synced: bool, rows: BTreeMap<K, V>) -> Self {
+        Self { revision: self.revision + 1, synced, followed: self.followed, rows }
     }
 }
 
@@ -58,9 +91,34 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
             if current.synced && current.rows == rows {
                 return false;
             }
-            *current = Arc::new(Snapshot { revision: current.revision + 1, synced: true, rows });
+            *current = Arc::new(current.next(true, rows));
             true
         })
+    }
+
+    /// Replaces the rows by a whole list of resource version `version`. Readers wake in any case: what they wrote a
+    /// moment ago may be what the list lacks.
+    pub fn publish_list(&self, rows: BTreeMap<K, V>, version: &str) {
+        self.sender.send_modify(|current| {
+            let followed = Followed { lists: current.followed.lists + 1, version: number(Some(version)) };
+            *current = Arc::new(Snapshot { followed, ..current.next(true, rows) });
+        });
+    }
+
+    /// Changes rows in place, by what the server tells up to resource version `version`. Readers wake only when rows
+    /// changed.
+    pub fn follow(&self, version: Option<&str>, change: impl FnOnce(&mut BTreeMap<K, V>)) {
+        self.sender.send_if_modified(|current| {
+            let mut rows = current.rows.clone();
+            change(&mut rows);
+            let changed = rows != current.rows;
+            if changed {
+                *current = Arc::new(current.next(current.synced, rows));
+            }
+            let snapshot = Arc::make_mut(current);
+            snapshot.followed.version = snapshot.followed.version.max(number(version));
+            changed
+        });
     }
 
     /// Changes rows in place (copied first when a reader still holds them). Returns whether anything changed.
@@ -71,7 +129,7 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
             if rows == current.rows {
                 return false;
             }
-            *current = Arc::new(Snapshot { revision: current.revision + 1, synced: current.synced, rows });
+            *current = Arc::new(current.next(current.synced, rows));
             true
         })
     }
@@ -82,7 +140,7 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
             if current.synced {
                 return false;
             }
-            *current = Arc::new(Snapshot { revision: current.revision + 1, synced: true, rows: current.rows.clone() });
+            *current = Arc::new(current.next(true, current.rows.clone()));
             true
         });
     }

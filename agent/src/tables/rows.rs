@@ -159,10 +159,8 @@ pub struct OwnCiliumNode {
     pub addresses: Vec<NodeAddress>,
     /// Name and UID of the Node that owns the object.
     pub owner: Option<(String, String)>,
-    /// Blocks in use, written only when the object has to be made anew: a claim (`ipam` decision 11).
-    pub claim: Vec<Ipv4Net>,
-    /// The blocks are this agent's to say: `spec.ipam.podCIDRs` is kept equal to `claim` (mode `kubernetes`).
-    pub mirror: bool,
+    /// `spec.ipam.podCIDRs`, where the blocks are this agent's to say (mode `kubernetes`) and known.
+    pub pod_cidrs: Option<Vec<Ipv4Net>>,
 }
 
 /// A route that this agent wants in the main table.

@@ -45,6 +45,7 @@ pub const LOG_KEYS: &[(&str, &str)] = &[
     ("subject", "what a finding is about"),
     ("table", "table of what is remembered"),
     ("target", "what is reconciled"),
+    ("verb", "what the CNI plugin asked the agent for"),
     ("version", "version of the build or of the object"),
     ("wait", "name of what waits, as in `cistern status`"),
 ];

@@ -12,6 +12,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
+use super::metadata;
 use super::resource::{Conversion, Registry, Resource, Storage};
 use super::schema::Schema;
 use super::table;
@@ -51,6 +52,7 @@ fn resources() -> Vec<Resource> {
             ),
             columns: table::nodes(),
             selectable: selectable(&["spec.unschedulable"]),
+            normalise: Some(node),
             ..built_in::<Node>("", "v1", "Node", "nodes", &["no"])
         },
         Resource {
@@ -194,6 +196,145 @@ fn normalise<K: Serialize + DeserializeOwned>(object: Value) -> Result<Value, se
     serde_json::from_value::<K>(object).and_then(serde_json::to_value)
 }
 
+/// A Node's two fields for its blocks say the same. Where they do not, the older one counts.
+fn node(object: Value) -> Result<Value, serde_json::Error> {
+    let mut object = normalise::<Node>(object)?;
+    for part in ["spec", "status"] {
+        tree::as_map(&mut object).entry(part).or_insert_with(|| json!({}));
+    }
+    let Some(spec) = object.get_mut("spec").and_then(Value::as_object_mut) else { return Ok(object) };
+    let first = spec.get("podCIDRs").and_then(|list| list.get(0)).cloned();
+    let single = spec.get("podCIDR").filter(|block| block.as_str() != Some("")).cloned();
+    match (single, first) {
+        (None, Some(first)) => drop(spec.insert("podCIDR".to_owned(), first)),
+        (Some(single), first) if first.as_ref() != Some(&single) => {
+            spec.insert("podCIDRs".to_owned(), json!([single]));
+        }
+        _ => {}
+    }
+    Ok(object)
+}
+
+/// The rules of built-in kinds.
+pub(super) fn problems(resource: &Resource, object: &Value, old: Option<&Value>) -> Vec<(String, String)> {
+    let mut problems = match resource.storage.plural.as_ref() {
+        "nodes" => node_problems(object, old),
+        "configmaps" => config_map_problems(object, old),
+        "events" if resource.group == "events.k8s.io" => event_problems(object, old),
+        _ => Vec::new(),
+    };
+    if resource.normalise.is_some() {
+        // Those without a group are Kubernetes' own.
+        let own = ["kubernetes", "orphan", "foregroundDeletion"];
+        for (index, finalizer) in tree::list(object, "/metadata/finalizers").iter().enumerate() {
+            if finalizer.as_str().is_some_and(|name| !name.contains('/') && !own.contains(&name)) {
+                problems.push((
+                    format!("metadata.finalizers[{index}]"),
+                    format!(
+                        "Invalid value: {finalizer}: name is neither a standard finalizer name nor is it fully qualified"
+                    ),
+                ));
+            }
+        }
+    }
+    problems
+}
+
+/// The keys of a ConfigMap, and one that says that it is immutable.
+fn config_map_problems(map: &Value, old: Option<&Value>) -> Vec<(String, String)> {
+    let mut problems = Vec::new();
+    let keys = |field: &str| map.get(field).and_then(Value::as_object).into_iter().flatten().map(|(key, _)| key);
+    for (field, key) in keys("data").map(|key| ("data", key)).chain(keys("binaryData").map(|key| ("binaryData", key))) {
+        if key.is_empty() || !key.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.')) {
+            let text = "a valid config key must consist of alphanumeric characters, '-', '_' or '.'";
+            problems.push((format!("{field}[{key}]"), format!("Invalid value: \"{key}\": {text}")));
+        }
+    }
+    for key in keys("data").filter(|key| keys("binaryData").any(|other| other == *key)) {
+        let text = format!("Invalid value: \"{key}\": duplicate of key present in binaryData");
+        problems.push((format!("data[{key}]"), text));
+    }
+    if let Some(old) = old.filter(|old| old.get("immutable") == Some(&Value::Bool(true))) {
+        let text = || "Forbidden: field is immutable when `immutable` is set".to_owned();
+        if map.get("immutable") != Some(&Value::Bool(true)) {
+            problems.push(("immutable".to_owned(), text()));
+        }
+        for field in ["data", "binaryData"].into_iter().filter(|field| map.get(*field) != old.get(*field)) {
+            problems.push((field.to_owned(), text()));
+        }
+    }
+    problems
+}
+
+/// Events as `events.k8s.io` wants them: all of what happened is said at once, and only its repetition later on.
+fn event_problems(event: &Value, old: Option<&Value>) -> Vec<(String, String)> {
+    /// As they are stored and as they are sent.
+    const FIXED: [(&str, &str); 7] = [
+        ("involvedObject", "regarding"),
+        ("reason", "reason"),
+        ("action", "action"),
+        ("message", "note"),
+        ("type", "type"),
+        ("reportingComponent", "reportingController"),
+        ("reportingInstance", "reportingInstance"),
+    ];
+    let mut problems = Vec::new();
+    if let Some(old) = old {
+        for (stored, sent) in FIXED.into_iter().filter(|(stored, _)| event.get(*stored) != old.get(*stored)) {
+            let value = event.get(stored).unwrap_or(&Value::Null);
+            problems.push((sent.to_owned(), format!("Invalid value: {value}: field is immutable")));
+        }
+        return problems;
+    }
+    if event.get("eventTime").is_none_or(Value::is_null) {
+        problems.push(("eventTime".to_owned(), "Required value".to_owned()));
+        return problems;
+    }
+    for (stored, sent) in [FIXED[5], FIXED[6], FIXED[2], FIXED[1]] {
+        let text = tree::text(event, &format!("/{stored}"));
+        if text.is_empty() {
+            problems.push((sent.to_owned(), "Required value".to_owned()));
+        } else if stored == "reportingComponent" && !metadata::is_qualified_name(text) {
+            problems.push((sent.to_owned(), format!("Invalid value: \"{text}\": name part must be a qualified name")));
+        }
+    }
+    let kind = tree::text(event, "/type");
+    if !["Normal", "Warning"].contains(&kind) {
+        problems.push(("type".to_owned(), format!("Invalid value: \"\": has invalid value: {kind}")));
+    }
+    problems
+}
+
+/// The rules of a Node's blocks: CIDRs, one of each family, and given once for all.
+fn node_problems(node: &Value, old: Option<&Value>) -> Vec<(String, String)> {
+    let blocks = tree::list(node, "/spec/podCIDRs");
+    let mut problems = Vec::new();
+    let mut families = Vec::new();
+    for (index, block) in blocks.iter().enumerate() {
+        match block.as_str().and_then(|text| text.parse::<ipnet::IpNet>().ok()) {
+            Some(block) => families.push(block.addr().is_ipv4()),
+            None => problems.push((
+                format!("spec.podCIDRs[{index}]"),
+                format!("Invalid value: {block}: must be a valid CIDR value"),
+            )),
+        }
+    }
+    let more_than_one = |family| families.iter().filter(|found| **found == family).count() > 1;
+    if more_than_one(true) || more_than_one(false) {
+        let list = Value::Array(blocks.to_vec());
+        problems.push((
+            "spec.podCIDRs".to_owned(),
+            format!("Invalid value: {list}: may specify no more than one CIDR for each IP family"),
+        ));
+    }
+    let given = old.map(|old| tree::list(old, "/spec/podCIDRs")).unwrap_or_default();
+    if !given.is_empty() && given != blocks {
+        let text = "Forbidden: node updates may not change podCIDR except from \"\" to valid";
+        problems.push(("spec.podCIDRs".to_owned(), text.to_owned()));
+    }
+    problems
+}
+
 /// Fields that have one name in `v1` and another in `events.k8s.io/v1`; both versions show the same objects.
 const EVENT_NAMES: [(&str, &str); 7] = [
     ("involvedObject", "regarding"),
@@ -210,7 +351,9 @@ fn event_to_stored(object: &mut Value) {
     for (stored, new) in EVENT_NAMES {
         rename(map, new, stored);
     }
-    map.entry("involvedObject").or_insert_with(|| json!({}));
+    for part in ["involvedObject", "source"] {
+        map.entry(part).or_insert_with(|| json!({}));
+    }
 }
 
 fn event_from_stored(object: &mut Value) {

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::resource::Resource;
+use super::tree;
 
 /// A refusal, in the shape of a `meta/v1` Status.
 ///
@@ -27,6 +28,30 @@ pub(super) type ApiResult<T> = Result<T, ApiError>;
 impl ApiError {
     fn new(code: u16, reason: &'static str, message: impl Into<String>) -> Self {
         Self { code, reason, message: message.into(), details: Value::Null }
+    }
+
+    /// What another server has answered.
+    pub(super) fn from_afar(code: u16, reason: &str, message: &str, details: Option<&Value>) -> Self {
+        const KNOWN: [&str; 16] = [
+            "AlreadyExists",
+            "BadRequest",
+            "Conflict",
+            "Expired",
+            "Forbidden",
+            "Gone",
+            "InternalError",
+            "Invalid",
+            "MethodNotAllowed",
+            "NotAcceptable",
+            "NotFound",
+            "ServiceUnavailable",
+            "Timeout",
+            "TooManyRequests",
+            "Unauthorized",
+            "UnsupportedMediaType",
+        ];
+        let reason = KNOWN.into_iter().find(|known| *known == reason).unwrap_or("");
+        Self { details: details.cloned().unwrap_or_default(), ..Self::new(code, reason, message) }
     }
 
     fn about(mut self, resource: &Resource, name: &str) -> Self {
@@ -110,7 +135,7 @@ impl ApiError {
         };
         let causes: Vec<Value> = problems
             .iter()
-            .map(|(field, text)| json!({"reason": "FieldValueInvalid", "message": text, "field": field}))
+            .map(|(field, text)| json!({"reason": cause(text), "message": text, "field": field}))
             .collect();
         let kind = if resource.group.is_empty() {
             resource.kind.clone()
@@ -119,6 +144,14 @@ impl ApiError {
         };
         let mut error = Self::new(422, "Invalid", format!("{kind} \"{name}\" is invalid: {text}"));
         error.details = json!({"name": name, "group": resource.group, "kind": resource.kind, "causes": causes});
+        error
+    }
+
+    /// 422 for an option of a call.
+    pub(super) fn invalid_option(kind: &str, field: &str, message: &str) -> Self {
+        let causes = json!([{"reason": cause(message), "message": message, "field": field}]);
+        let mut error = Self::new(422, "Invalid", format!("{kind}.meta.k8s.io \"\" is invalid: {field}: {message}"));
+        error.details = json!({"group": "meta.k8s.io", "kind": kind, "causes": causes});
         error
     }
 
@@ -131,6 +164,11 @@ impl ApiError {
         );
         error.details = json!({"retryAfterSeconds": retry_after_seconds});
         error
+    }
+
+    /// 500 without a reason: what the real server did not mean to be met.
+    pub(super) fn unexpected(message: impl Into<String>) -> Self {
+        Self::new(500, "", message)
     }
 
     /// 500.
@@ -159,11 +197,30 @@ impl ApiError {
     pub(super) fn to_status(&self) -> Value {
         let mut status = json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-            "message": self.message, "reason": self.reason, "code": self.code,
+            "message": self.message, "code": self.code,
         });
+        if !self.reason.is_empty() {
+            tree::as_map(&mut status).insert("reason".to_owned(), json!(self.reason));
+        }
         if let (Some(map), false) = (status.as_object_mut(), self.details.is_null()) {
             map.insert("details".to_owned(), self.details.clone());
         }
         status
+    }
+}
+
+/// The reason of a cause, from the words of its message.
+fn cause(message: &str) -> &'static str {
+    let begins = [
+        ("Required value", "FieldValueRequired"),
+        ("Duplicate value", "FieldValueDuplicate"),
+        ("Unsupported value", "FieldValueNotSupported"),
+        ("Forbidden", "FieldValueForbidden"),
+        ("Too long", "FieldValueTooLong"),
+    ];
+    match begins.into_iter().find(|(begin, _)| message.starts_with(begin)) {
+        Some((_, reason)) => reason,
+        None if message.contains(" in body must be of type ") => "FieldValueTypeInvalid",
+        None => "FieldValueInvalid",
     }
 }

@@ -111,6 +111,14 @@ pub(super) fn apply(live: &Value, config: &Value, schema: &Schema, author: &Auth
         for path in with_ancestors(previous.iter()).difference(&kept) {
             remove(&mut merged, path);
         }
+        // A map that was asked to be empty, and has become so only now, is no value at all to the real server.
+        for path in &wanted {
+            let was_full =
+                map_at(&mut live.clone(), path).is_some_and(|map| map.as_object().is_some_and(|map| !map.is_empty()));
+            if let Some(emptied) = map_at(&mut merged, path).filter(|map| was_full && **map == json!({})) {
+                *emptied = Value::Null;
+            }
+        }
     }
     entries.retain(|entry| !entry.is_of(author, true));
     claim(&mut entries, author, true, &wanted);
@@ -261,6 +269,11 @@ fn remove(value: &mut Value, path: &[String]) {
         }
         _ => {}
     }
+}
+
+/// What is at a path that leads through maps alone.
+fn map_at<'a>(value: &'a mut Value, path: &[String]) -> Option<&'a mut Value> {
+    path.iter().try_fold(value, |value, step| value.get_mut(step.strip_prefix("f:")?))
 }
 
 /// A path as messages show it: `.spec.ipam.podCIDRs`, `.status.conditions[type="Ready"].status`.

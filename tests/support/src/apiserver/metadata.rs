@@ -44,14 +44,20 @@ pub(super) fn problems(resource: &Resource, object: &Value) -> Vec<(String, Stri
         }
     }
     let mut controllers = 0;
-    for (index, owner) in tree::list(object, "/metadata/ownerReferences").iter().enumerate() {
+    for owner in tree::list(object, "/metadata/ownerReferences") {
         for field in ["apiVersion", "kind", "name", "uid"] {
             if tree::text(owner, &format!("/{field}")).is_empty() {
                 report(
-                    &format!("metadata.ownerReferences[{index}].{field}"),
+                    &format!("metadata.ownerReferences.{field}"),
                     "Invalid value: \"\": must not be empty".to_owned(),
                 );
             }
+        }
+        if (tree::text(owner, "/apiVersion"), tree::text(owner, "/kind")) == ("v1", "Event") {
+            report(
+                "metadata.ownerReferences",
+                "Invalid value: \"/v1, Kind=Event\": /v1, Kind=Event is disallowed from being an owner".to_owned(),
+            );
         }
         controllers += u32::from(owner.get("controller") == Some(&Value::Bool(true)));
     }
@@ -121,7 +127,7 @@ fn is_name_part(text: &str) -> bool {
         && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
 }
 
-fn is_qualified_name(text: &str) -> bool {
+pub(super) fn is_qualified_name(text: &str) -> bool {
     match text.split_once('/') {
         Some((prefix, name)) => is_dns_subdomain(&prefix.to_ascii_lowercase()) && is_name_part(name),
         None => is_name_part(text),

@@ -3,8 +3,9 @@
 //! ```text
 //!  kube::Client ── tower service ─┐                                     ┌─ store    objects, revisions, history
 //!                                 ├─ links, faults, record ─ request ─ state ─ fields   managedFields, apply
-//!  kubectl, agents ── HTTP ───────┘                             │       └─ schema   merging, pruning, checks
-//!                                                    watch ◄────┘
+//!  kubectl, agents ── HTTP ───────┘                       │     │       └─ schema   merging, pruning, checks
+//!                                                         │  watch ◄──┘
+//!                                                         └─ or upstream ── a real kube-apiserver
 //! ```
 //!
 //! `state` is a plain synchronous machine under one lock; everything that is asynchronous (waiting, watches, HTTP) is
@@ -12,13 +13,15 @@
 //!
 //! # What a green run does not prove
 //!
-//! It is modelled on kube-apiserver's documented behaviour and has been held against `kubectl`, not against etcd. A new
-//! fact that is modelled here needs one test against the real server. Not here, and so not proven by it:
+//! It is held against kube-apiserver: `tests/servers/requests` are requests that both answer alike, by code, reason, wrong
+//! fields and objects. The words of refusals and `managedFields` are not compared. A new fact that is modelled here needs a
+//! line there. Not here, and so not proven by it:
 //!
-//! * **Rights.** Everybody may do everything. The record of calls ([`ApiServer::calls`]) is there to be compared with RBAC
-//!   rules; that the rules work is for a real cluster to show. There is no authentication and no TLS.
-//! * **Schema rules** beyond type, `required`, `enum`, and bounds: `pattern`, `format`, `oneOf`, CEL, defaults of
-//!   custom resources. Built-in kinds are checked for types only, and get no defaults (no cluster IPs, no node ports).
+//! * **Rights.** Everybody may do everything; there is no authentication and no TLS. The scripts run with the chart's rights
+//!   on a real server ([`ApiServer::in_front_of`]).
+//! * **Schema rules** beyond type, `required`, `enum`, bounds and `format: cidr`: `pattern`, other formats, `oneOf`, CEL,
+//!   defaults of custom resources. Built-in kinds are checked for types, Nodes for their blocks, ConfigMaps for their keys
+//!   and immutability, new events for their fields; they get no defaults (no cluster IPs, no node ports, no taints).
 //! * **Controllers.** No kubelet, scheduler, node lifecycle or endpoint controller acts. Dependents are collected at once,
 //!   within the write that orphaned them; a real cluster takes seconds. Foreground deletion is treated as background.
 //!   A Namespace goes with all its content at once, finalizers of the content unheeded.
@@ -47,6 +50,7 @@ mod state;
 mod store;
 pub(crate) mod table;
 mod tree;
+mod upstream;
 mod watch;
 
 use std::borrow::Cow;
@@ -70,6 +74,7 @@ pub use error::ApiError;
 pub use faults::{CallMatch, Fault};
 pub use manifest::{ManifestError, parse_manifest};
 pub use serve::{kubeconfig, serve};
+pub use upstream::{Account, Upstream};
 
 use error::ApiResult;
 use faults::{Faults, REQUEST_TIMEOUT};
@@ -79,6 +84,7 @@ use resource::Resource;
 use selector::Selector;
 use state::{DeleteOptions, Deleted, Place, State, WriteOptions};
 use store::Key;
+use upstream::{Ask, Hold, Opened};
 use watch::Watch;
 
 /// The largest body that is read, in bytes; kube-apiserver's limit.
@@ -127,6 +133,8 @@ pub enum Link {
 struct Caller {
     name: String,
     id: Option<u64>,
+    /// Whose rights count where there are any.
+    account: Account,
 }
 
 /// All ways to the server, and which life of it this is.
@@ -160,6 +168,8 @@ struct Shared {
     clock: Clock,
     /// The number of the next client in this process.
     next_client: AtomicU64,
+    /// Answers in place of `state`, which then knows the kinds alone.
+    upstream: Option<Arc<Upstream>>,
 }
 
 impl Shared {
@@ -224,6 +234,33 @@ enum Answer {
 impl ApiServer {
     /// A server that holds nothing but the namespaces that every cluster has. Faults are off.
     pub fn new(options: Options) -> Self {
+        Self::build(options, None)
+    }
+
+    /// The links, faults and record of calls alone, in front of a real server that holds the objects. `definitions` are
+    /// those of the kinds that it serves beside the built-in ones. What is left there by others is deleted: Nodes,
+    /// objects of these kinds, events, and the project's Leases and ConfigMaps.
+    ///
+    /// # Errors
+    /// What the real server says against it.
+    pub fn in_front_of(upstream: Arc<Upstream>, options: Options, definitions: &[Value]) -> Result<Self, ApiError> {
+        let front = Self::build(options, Some(Arc::clone(&upstream)));
+        for definition in definitions {
+            front.write(definition, |state, resource, place, options| {
+                state.create(resource, place, definition.clone(), options)
+            })?;
+        }
+        let of_definitions = definitions.iter().map(|definition| tree::text(definition, "/spec/names/plural"));
+        let plurals = ["nodes", "events", "configmaps", "leases"].into_iter().chain(of_definitions);
+        let resources = {
+            let state = front.shared.lock();
+            plurals.map(|plural| find_named(&state, plural)).collect::<ApiResult<Vec<_>>>()?
+        };
+        upstream.begin(&resources)?;
+        Ok(front)
+    }
+
+    fn build(options: Options, upstream: Option<Arc<Upstream>>) -> Self {
         let clock = Clock::starting_at(options.epoch);
         let state = State::new(clock, options.seed, KEPT_CHANGES);
         let shared = Shared {
@@ -235,6 +272,7 @@ impl ApiServer {
             links: tokio::sync::watch::Sender::new(Links::default()),
             clock,
             next_client: AtomicU64::new(0),
+            upstream,
         };
         Self { shared: Arc::new(shared) }
     }
@@ -243,13 +281,13 @@ impl ApiServer {
     ///
     /// Needs a tokio runtime around it. No network is involved, so that it works under a paused clock.
     pub fn client_as(&self, name: &str) -> kube::Client {
-        self.mortal_client_as(name).0
+        self.mortal_client_as(name, Account::Administrator).0
     }
 
-    /// A client like that of [`Self::client_as`], and the means to kill whoever holds it.
-    pub fn mortal_client_as(&self, name: &str) -> (kube::Client, Lifeline) {
+    /// A client like that of [`Self::client_as`], and the means to kill whoever holds it. `account` counts on a real server.
+    pub fn mortal_client_as(&self, name: &str, account: Account) -> (kube::Client, Lifeline) {
         let id = self.shared.next_client.fetch_add(1, Ordering::Relaxed);
-        let (server, caller) = (self.clone(), Caller { name: name.to_owned(), id: Some(id) });
+        let (server, caller) = (self.clone(), Caller { name: name.to_owned(), id: Some(id), account });
         let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
             let (server, caller) = (server.clone(), caller.clone());
             async move {
@@ -264,6 +302,19 @@ impl ApiServer {
             }
         });
         (kube::Client::new(service, "default"), Lifeline { shared: Arc::clone(&self.shared), id })
+    }
+
+    /// Whether a real server holds the objects.
+    pub fn is_real(&self) -> bool {
+        self.shared.upstream.is_some()
+    }
+
+    /// Lets what was created so far be older than what is created from now on, by the times that the server gives
+    /// objects: a real one reads them off the wall clock, in whole seconds.
+    pub fn grow_older(&self) {
+        if self.is_real() {
+            std::thread::sleep(std::time::Duration::from_millis(1_050));
+        }
     }
 
     /// The server's clock.
@@ -366,6 +417,9 @@ impl ApiServer {
     /// # Errors
     /// What a client would be told.
     pub fn create(&self, object: &Value) -> Result<Value, ApiError> {
+        if let Some(upstream) = &self.shared.upstream {
+            return upstream.create(&self.kind_of(object)?, object);
+        }
         self.write(object, |state, resource, place, options| {
             let created = state.create(resource, place, object.clone(), options)?;
             let Some(status) = object.get("status").filter(|_| resource.status_subresource) else { return Ok(created) };
@@ -383,6 +437,9 @@ impl ApiServer {
     /// # Errors
     /// What a client would be told.
     pub fn apply(&self, object: &Value) -> Result<Value, ApiError> {
+        if let Some(upstream) = &self.shared.upstream {
+            return upstream.apply(&self.kind_of(object)?, object);
+        }
         self.write(object, |state, resource, place, options| {
             let options = WriteOptions { force: true, ..options.clone() };
             let place = Place { name: tree::text(object, "/metadata/name").to_owned(), ..place.clone() };
@@ -395,16 +452,19 @@ impl ApiServer {
         })
     }
 
+    fn kind_of(&self, object: &Value) -> ApiResult<Arc<Resource>> {
+        let state = self.shared.lock();
+        let found = state.registry.find_kind(tree::text(object, "/apiVersion"), tree::text(object, "/kind"));
+        found.ok_or_else(ApiError::no_such_path)
+    }
+
     fn write(
         &self,
         object: &Value,
         write: impl FnOnce(&mut State, &Resource, &Place, &WriteOptions) -> ApiResult<Arc<Value>>,
     ) -> Result<Value, ApiError> {
+        let resource = self.kind_of(object)?;
         let mut state = self.shared.lock();
-        let resource = state
-            .registry
-            .find_kind(tree::text(object, "/apiVersion"), tree::text(object, "/kind"))
-            .ok_or_else(ApiError::no_such_path)?;
         let place = Place {
             namespace: namespace_for(&resource, tree::text(object, "/metadata/namespace")),
             name: String::new(),
@@ -426,6 +486,9 @@ impl ApiServer {
         let resource = find_named(&state, kind)?;
         let mut place =
             Place { namespace: namespace_for(&resource, namespace), name: name.to_owned(), subresource: String::new() };
+        if let Some(upstream) = &self.shared.upstream {
+            return upstream.patch(&resource, &place, patch).map(drop);
+        }
         let options = WriteOptions { manager: TEST_MANAGER.to_owned(), ..WriteOptions::default() };
         let mut patched = state.patch(&resource, &place, PatchKind::Merge, patch, &options);
         if patched.is_ok() && resource.status_subresource && patch.get("status").is_some() {
@@ -444,6 +507,9 @@ impl ApiServer {
         let mut state = self.shared.lock();
         let resource = find_named(&state, kind)?;
         let namespace = namespace_for(&resource, namespace);
+        if let Some(upstream) = &self.shared.upstream {
+            return upstream.delete(&resource, &Place { namespace, name: name.to_owned(), subresource: String::new() });
+        }
         let deleted = state.delete(&resource, &namespace, name, &DeleteOptions::default());
         self.publish(state);
         deleted.map(drop)
@@ -457,7 +523,11 @@ impl ApiServer {
     pub fn get(&self, kind: &str, namespace: &str, name: &str) -> Result<Value, ApiError> {
         let state = self.shared.lock();
         let resource = find_named(&state, kind)?;
-        let object = state.get(&resource, &namespace_for(&resource, namespace), name)?;
+        let namespace = namespace_for(&resource, namespace);
+        if let Some(upstream) = &self.shared.upstream {
+            return upstream.get(&resource, &Place { namespace, name: name.to_owned(), subresource: String::new() });
+        }
+        let object = state.get(&resource, &namespace, name)?;
         Ok(resource.present(&object).into_owned())
     }
 
@@ -468,6 +538,9 @@ impl ApiServer {
     pub fn list(&self, kind: &str) -> Result<Vec<Value>, ApiError> {
         let state = self.shared.lock();
         let resource = find_named(&state, kind)?;
+        if let Some(upstream) = &self.shared.upstream {
+            return upstream.list(&resource);
+        }
         Ok(state.store.list(&resource.storage, None).map(|(_, object)| resource.present(object).into_owned()).collect())
     }
 
@@ -478,7 +551,12 @@ impl ApiServer {
     pub fn history(&self, kind: &str, namespace: &str, name: &str) -> Result<Vec<Option<Value>>, ApiError> {
         let state = self.shared.lock();
         let resource = find_named(&state, kind)?;
-        let key = State::key(&resource, &namespace_for(&resource, namespace), name);
+        let namespace = namespace_for(&resource, namespace);
+        if let Some(upstream) = &self.shared.upstream {
+            return upstream
+                .history(&resource, &Place { namespace, name: name.to_owned(), subresource: String::new() });
+        }
+        let key = State::key(&resource, &namespace, name);
         let versions = state.store.history(&key);
         Ok(versions.map(|version| version.map(|object| resource.present(object).into_owned())).collect())
     }
@@ -500,10 +578,10 @@ impl ApiServer {
             request::parse(&state.registry, parts)
         };
         let agent = parsed.as_ref().map(|request| request.user_agent.clone()).unwrap_or_default();
-        let caller = caller.unwrap_or(Caller { name: agent, id: None });
+        let caller = caller.unwrap_or(Caller { name: agent, id: None, account: Account::default() });
         self.arrive(&caller).await?;
         match parsed {
-            Ok(request) => self.answer_call(&caller, &request, body).await,
+            Ok(request) => self.answer_call(&caller, &request, parts, body).await,
             Err(error) => Ok(self.answer_other(parts, &error)),
         }
     }
@@ -538,7 +616,13 @@ impl ApiServer {
     }
 
     /// A call to a resource, with the fault that meets it, entered into the record.
-    async fn answer_call(&self, caller: &Caller, request: &Request, body: &Bytes) -> io::Result<Response<Body>> {
+    async fn answer_call(
+        &self,
+        caller: &Caller,
+        request: &Request,
+        parts: &Parts,
+        body: &Bytes,
+    ) -> io::Result<Response<Body>> {
         let Request { verb, resource, place, patch, query, .. } = request;
         let manager = Some(query.text("fieldManager")).filter(|text| !text.is_empty());
         // An apply must name its manager; other writes go by the client's name.
@@ -574,7 +658,13 @@ impl ApiServer {
             Some(Err(broken)) => Err(broken),
             Some(Ok(error)) => Ok(Err(error)),
             None => {
-                let executed = self.execute(&mut call, request, body, manager, caller, fault);
+                let executed = match &self.shared.upstream {
+                    None => self.execute(&mut call, request, body, manager, caller, fault),
+                    Some(upstream) => {
+                        let ask = Ask::forwarded(caller.account, request, parts, body);
+                        self.forward(upstream, &mut call, request, ask, caller, fault).await?
+                    }
+                };
                 match fault {
                     Some(Fault::TimeoutAfter) => {
                         sleep(REQUEST_TIMEOUT).await;
@@ -596,6 +686,37 @@ impl ApiServer {
             Ok(Answer::Json(code, text)) => respond(code, "application/json", Body::from(text)),
             Ok(Answer::Events(watch)) => respond(200, "application/json", Body::from_stream(watch.into_stream())),
             Err(error) => respond_error(&error),
+        })
+    }
+
+    /// Lets the real server do what a call asks for.
+    async fn forward(
+        &self,
+        upstream: &Arc<Upstream>,
+        call: &mut Call,
+        request: &Request,
+        ask: Ask,
+        caller: &Caller,
+        fault: Option<Fault>,
+    ) -> io::Result<ApiResult<Answer>> {
+        if request.verb != Verb::Watch {
+            let told = upstream.call(ask, Hold::new()).await.map_err(io::Error::other)??;
+            call.changed = told.changed;
+            return Ok(Ok(Answer::Json(told.code, told.text)));
+        }
+        let Request { resource, query, .. } = request;
+        let (selector, after) =
+            match Selector::parse(resource, query.text("labelSelector"), query.text("fieldSelector"))
+                .and_then(|selector| Ok((selector, query.number("resourceVersion")?.unwrap_or_default())))
+            {
+                Ok(parsed) => parsed,
+                Err(error) => return Ok(Err(error)),
+            };
+        let opened = upstream.open(ask, selector, after, Hold::new()).await.map_err(io::Error::other)??;
+        Ok(match opened {
+            Opened::Refused(told) => Ok(Answer::Json(told.code, told.text)),
+            Opened::Lines(lines) => Watch::relay(Arc::clone(&self.shared), lines, caller, request, fault)
+                .map(|watch| Answer::Events(Box::new(watch))),
         })
     }
 
@@ -630,7 +751,10 @@ impl ApiServer {
         let dry_run = match query.text("dryRun") {
             "" => false,
             "All" => true,
-            other => return Err(ApiError::bad_request(format!("dryRun: Unsupported value: \"{other}\""))),
+            other => {
+                let text = format!("Unsupported value: \"{other}\"");
+                return Err(ApiError::invalid_option("CreateOptions", "dryRun", &text));
+            }
         };
         let options = WriteOptions { manager: manager.to_owned(), force: query.flag("force"), dry_run };
         let one = |code: u16, object: &Value| {
@@ -690,19 +814,19 @@ impl ApiServer {
                 let options = delete_options(query, body, dry_run)?;
                 let selector = Selector::parse(resource, query.text("labelSelector"), query.text("fieldSelector"))?;
                 let namespace = request.in_namespace.then_some(place.namespace.as_str());
-                let chosen: Vec<Key> = state
+                let chosen: Vec<(Key, Arc<Value>)> = state
                     .store
                     .list(&resource.storage, namespace)
                     .filter(|(_, object)| selector.matches(object))
-                    .map(|(key, _)| key.clone())
+                    .map(|(key, object)| (key.clone(), Arc::clone(object)))
                     .collect();
-                for key in &chosen {
+                let revision = state.store.revision();
+                for (key, _) in &chosen {
                     state.delete(resource, &key.namespace, &key.name, &options)?;
                 }
-                Ok(Answer::Json(
-                    200,
-                    json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}).to_string(),
-                ))
+                let items: Vec<Cow<'_, Value>> = chosen.iter().map(|(_, object)| resource.present(object)).collect();
+                let list = list_of(resource, &items, &json!({"resourceVersion": revision.to_string()}));
+                Ok(Answer::Json(200, list))
             }
         }
     }
@@ -746,12 +870,17 @@ impl ApiServer {
         let answer = if *as_table {
             table::table(resource, &items, &metadata, self.shared.clock.now()).to_string()
         } else {
-            let items: Vec<String> = items.iter().map(ToString::to_string).collect();
-            let (version, kind, items) = (resource.api_version(), &resource.kind, items.join(","));
-            format!(r#"{{"apiVersion":"{version}","items":[{items}],"kind":"{kind}List","metadata":{metadata}}}"#)
+            list_of(resource, &items, &metadata)
         };
         Ok(Answer::Json(200, answer))
     }
+}
+
+/// A list as it is sent.
+fn list_of(resource: &Resource, items: &[Cow<'_, Value>], metadata: &Value) -> String {
+    let items: Vec<String> = items.iter().map(ToString::to_string).collect();
+    let (version, kind, items) = (resource.api_version(), &resource.kind, items.join(","));
+    format!(r#"{{"apiVersion":"{version}","items":[{items}],"kind":"{kind}List","metadata":{metadata}}}"#)
 }
 
 /// The namespace in which an object of this resource lives when its manifest says `namespace`.
@@ -799,7 +928,8 @@ fn delete_options(query: &Parameters, body: &Bytes, dry_run: bool) -> ApiResult<
     let policy = text("/propagationPolicy").unwrap_or_else(|| query.text("propagationPolicy").to_owned());
     let policy = if policy.is_empty() { "Background".to_owned() } else { policy };
     if !["Background", "Foreground", "Orphan"].contains(&policy.as_str()) {
-        return Err(ApiError::bad_request(format!("propagationPolicy: Unsupported value: \"{policy}\"")));
+        let text = format!("Unsupported value: \"{policy}\"");
+        return Err(ApiError::invalid_option("DeleteOptions", "propagationPolicy", &text));
     }
     Ok(DeleteOptions {
         uid: text("/preconditions/uid"),

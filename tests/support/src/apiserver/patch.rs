@@ -1,6 +1,6 @@
 //! The patch formats: merge patch (RFC 7386), JSON patch (RFC 6902) and the strategic merge patch of built-in kinds.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::error::{ApiError, ApiResult};
 use super::resource::Resource;
@@ -40,6 +40,7 @@ pub(super) fn patched(resource: &Resource, current: &Value, kind: PatchKind, pat
             json_patch::patch(&mut object, &operations).map_err(|error| {
                 let name = tree::text(current, "/metadata/name");
                 let mut refusal = ApiError::invalid(resource, name, &[("patch".to_owned(), error.to_string())]);
+                refusal.details = json!({});
                 refusal.message = format!("the server rejected our request due to an error in our request: {error}");
                 refusal
             })?;
@@ -89,17 +90,16 @@ fn merge_field(map: &mut Map<String, Value>, name: &str, patch: &Value, schema: 
     match (patch, &schema.list) {
         (Value::Array(items), ListKind::Set) => {
             let mut merged = slot.as_array().cloned().unwrap_or_default();
-            for item in items {
-                if !merged.contains(item) {
-                    merged.push(item.clone());
-                }
-            }
-            *slot = Value::Array(merged);
+            let mut new: Vec<Value> = items.iter().filter(|item| !merged.contains(item)).cloned().collect();
+            // New items stand before those that were there.
+            new.append(&mut merged);
+            *slot = Value::Array(new);
         }
         (Value::Array(items), ListKind::Map(keys)) => {
             let mut merged = slot.as_array().cloned().unwrap_or_default();
             // Strategic merges tell items apart by the first key alone.
             let key = keys.first().map(String::as_str).unwrap_or_default();
+            let mut new = Vec::new();
             for item in items {
                 let same = |own: &Value| own.get(key).is_some() && own.get(key) == item.get(key);
                 if item.get("$patch").and_then(Value::as_str) == Some("delete") {
@@ -107,10 +107,11 @@ fn merge_field(map: &mut Map<String, Value>, name: &str, patch: &Value, schema: 
                 } else if let Some(own) = merged.iter_mut().find(|own| same(own)) {
                     strategic(own, item, schema.items());
                 } else {
-                    merged.push(item.clone());
+                    new.push(item.clone());
                 }
             }
-            *slot = Value::Array(merged);
+            new.append(&mut merged);
+            *slot = Value::Array(new);
         }
         (Value::Object(_), _) => strategic(slot, patch, schema),
         _ => *slot = patch.clone(),

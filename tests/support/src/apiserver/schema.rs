@@ -2,8 +2,8 @@
 //!
 //! Built-in kinds have *open* schemas: only merging is described, and wrong types are found by decoding into the kind's
 //! own type. A custom resource has the structural schema of its CustomResourceDefinition: what it does not know is
-//! pruned, and type, `required`, `enum` and the bounds of numbers, texts and lists are checked. `pattern`, `format`,
-//! `oneOf` and its kin, defaults and CEL rules are not.
+//! pruned, and type, `required`, `enum`, the bounds of numbers, texts and lists, and `format: cidr` are checked.
+//! `pattern`, other formats, `oneOf` and its kin, defaults and CEL rules are not.
 
 use std::collections::BTreeMap;
 
@@ -38,6 +38,8 @@ pub(super) struct Schema {
 #[derive(Clone, Debug, Default)]
 struct Checks {
     kind: Option<String>,
+    /// `format: cidr`
+    cidr: bool,
     int_or_string: bool,
     nullable: bool,
     required: Vec<String>,
@@ -58,6 +60,7 @@ static OPEN: Schema = Schema {
     open: true,
     checks: Checks {
         kind: None,
+        cidr: false,
         int_or_string: false,
         nullable: true,
         required: Vec::new(),
@@ -146,6 +149,7 @@ impl Schema {
             open: flag("x-kubernetes-preserve-unknown-fields"),
             checks: Checks {
                 kind: text("type").map(str::to_owned),
+                cidr: text("format") == Some("cidr"),
                 int_or_string: flag("x-kubernetes-int-or-string"),
                 nullable: flag("nullable"),
                 required: names("required"),
@@ -231,6 +235,9 @@ impl Schema {
                 ));
             }
         }
+        if checks.cidr && value.as_str().is_some_and(|text| text.parse::<ipnet::IpNet>().is_err()) {
+            return report(format!("Invalid value: {value}: {path} in body must be of type cidr: {value}"));
+        }
         if checks.int_or_string && !(value.is_string() || value.is_i64() || value.is_u64()) {
             return report(format!("Invalid value: {value}: must be an integer or a string"));
         }
@@ -239,11 +246,11 @@ impl Schema {
             report(format!("Unsupported value: {value}: supported values: {}", list.join(", ")));
         }
         if let Some(number) = value.as_f64() {
-            if checks.minimum.is_some_and(|minimum| number < minimum) {
-                report(format!("Invalid value: {value}: should be greater than or equal to {:?}", checks.minimum));
+            if let Some(minimum) = checks.minimum.filter(|minimum| number < *minimum) {
+                report(format!("Invalid value: {value}: {path} in body should be greater than or equal to {minimum}"));
             }
-            if checks.maximum.is_some_and(|maximum| number > maximum) {
-                report(format!("Invalid value: {value}: should be less than or equal to {:?}", checks.maximum));
+            if let Some(maximum) = checks.maximum.filter(|maximum| number > *maximum) {
+                report(format!("Invalid value: {value}: {path} in body should be less than or equal to {maximum}"));
             }
         }
         let size = match value {

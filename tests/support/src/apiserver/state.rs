@@ -138,7 +138,7 @@ impl State {
     fn new_object(&mut self, resource: &Resource, place: &Place, body: Value) -> ApiResult<Value> {
         let mut object = self.decode(resource, body)?;
         if !tree::text(&object, "/metadata/resourceVersion").is_empty() {
-            return Err(ApiError::bad_request("resourceVersion should not be set on objects to be created"));
+            return Err(ApiError::unexpected("resourceVersion should not be set on objects to be created"));
         }
         let mut name = tree::text(&object, "/metadata/name").to_owned();
         let prefix = tree::text(&object, "/metadata/generateName").to_owned();
@@ -228,6 +228,7 @@ impl State {
         let old = self.get(resource, &place.namespace, &place.name)?;
         let current = resource.present(&old);
         let body = patch::patched(resource, &current, kind, patch)?;
+        refuse_other_identity(resource, &old, &body)?;
         let mut object = self.decode(resource, body)?;
         settle_names(resource, place, &mut object, &place.name)?;
         self.replace(resource, place, &old, object, options)
@@ -241,9 +242,8 @@ impl State {
         options: &WriteOptions,
     ) -> ApiResult<Arc<Value>> {
         if options.manager.is_empty() {
-            return Err(ApiError::bad_request(
-                "PatchOptions.meta.k8s.io \"\" is invalid: fieldManager: Required value: is required for apply patch",
-            ));
+            let text = "Required value: is required for apply patch";
+            return Err(ApiError::invalid_option("PatchOptions", "fieldManager", text));
         }
         if config.pointer("/metadata/managedFields").is_some() {
             return Err(ApiError::bad_request("metadata.managedFields must be nil"));
@@ -256,9 +256,10 @@ impl State {
                 resource.kind
             )));
         }
-        if let Some(field) = resource.schema.unknown("", &config) {
+        let unknown = resource.schema.unknown("", &config).or_else(|| unknown_to_kind(resource, &config));
+        if let Some(field) = unknown {
             let name = tree::text(&config, "/metadata/name");
-            return Err(ApiError::internal(format!(
+            return Err(ApiError::unexpected(format!(
                 "failed to create typed patch object ({}/{name}; {}, Kind={}): {field}: field not declared in schema",
                 place.namespace,
                 resource.api_version(),
@@ -283,12 +284,14 @@ impl State {
         match self.get(resource, &place.namespace, &place.name) {
             Ok(old) => {
                 let object = fields::apply(&old, &config, &resource.schema, &author, options.force)?;
+                refuse_other_identity(resource, &old, &object)?;
                 let mut object = self.decode(resource, object)?;
                 settle_names(resource, place, &mut object, &place.name)?;
                 self.finish(resource, place, &old, object, options, None)
             }
             Err(missing) if !place.subresource.is_empty() => Err(missing),
             Err(_) => {
+                tree::metadata_mut(&mut config).remove("resourceVersion");
                 let object = self.new_object(resource, place, config)?;
                 let managed = fields::apply(&Value::Null, &object, &resource.schema, &author, true)?;
                 let mut object = self.admit(resource, object, None)?;
@@ -343,9 +346,16 @@ impl State {
             "resourceVersion",
         ];
         if place.subresource == "status" {
-            // Through the status path nothing but the status changes.
+            // Through the status path nothing but the status changes; of built-in kinds, metadata too.
             let status = object.get("status").cloned();
+            let metadata = object.get("metadata").filter(|_| resource.normalise.is_some()).cloned();
             object = Value::clone(old);
+            if let Some(metadata) = metadata {
+                tree::as_map(&mut object).insert("metadata".to_owned(), metadata);
+                for field in guarded {
+                    tree::copy_metadata(&mut object, old, field);
+                }
+            }
             match status {
                 Some(status) => tree::as_map(&mut object).insert("status".to_owned(), status),
                 None => tree::as_map(&mut object).remove("status"),
@@ -388,6 +398,9 @@ impl State {
             return Err(ApiError::bad_request("the object provided is not a JSON object"));
         }
         let (api_version, kind) = (tree::text(&body, "/apiVersion"), tree::text(&body, "/kind"));
+        if resource.normalise.is_none() {
+            decode_custom(resource, &body)?;
+        }
         let same_group = api_version.rsplit_once('/').map_or("", |(group, _)| group) == resource.group;
         if !api_version.is_empty() && !same_group || !kind.is_empty() && kind != resource.kind {
             return Err(ApiError::bad_request(format!(
@@ -427,10 +440,17 @@ impl State {
         let mut problems = metadata::problems(resource, &object);
         if resource.normalise.is_none() {
             resource.schema.check("", &object, &mut problems);
+            // What was wrong before and has not changed is let be.
+            if let Some(old) = old.filter(|_| !problems.is_empty()) {
+                let mut known = Vec::new();
+                resource.schema.check("", old, &mut known);
+                problems.retain(|problem| !known.contains(problem));
+            }
         }
         if resource.group == builtin::DEFINITIONS {
             problems.extend(definition::problems(&object));
         }
+        problems.extend(builtin::problems(resource, &object, old));
         if resource.storage.plural.as_ref() == "leases" {
             problems.extend(lease_problems(&object));
         }
@@ -472,15 +492,21 @@ impl State {
     fn commit(&mut self, resource: &Resource, key: &Key, object: Value) -> Arc<Value> {
         let finished = !tree::text(&object, "/metadata/deletionTimestamp").is_empty()
             && tree::list(&object, "/metadata/finalizers").is_empty();
+        if finished {
+            // Gone at once: nobody is told of the write, and its answer shows the version before.
+            let mut object = object;
+            if let Some(before) = self.store.get(key) {
+                tree::copy_metadata(&mut object, before, "resourceVersion");
+            }
+            self.erase(key);
+            return Arc::new(object);
+        }
         let kept = self.store.put(key.clone(), object);
         if resource.group == builtin::DEFINITIONS {
             self.registry.remove(tree::text(&kept, "/spec/group"), tree::text(&kept, "/spec/names/plural"));
             for resource in definition::resources(&kept) {
                 self.registry.insert(resource);
             }
-        }
-        if finished {
-            return self.erase(key).unwrap_or(kept);
         }
         if self.is_orphan(key, &kept) {
             self.collect_garbage();
@@ -630,6 +656,80 @@ fn settle_names(resource: &Resource, place: &Place, object: &mut Value, name: &s
         fields.insert("namespace".to_owned(), Value::String(place.namespace.clone()));
     } else {
         fields.remove("namespace");
+    }
+    Ok(())
+}
+
+/// A patch must not make another object of the one that it is for, nor take a whole part of it away.
+fn refuse_other_identity(resource: &Resource, old: &Value, patched: &Value) -> ApiResult<()> {
+    let mut problems = Vec::new();
+    let (uid, old_uid) = (tree::text(patched, "/metadata/uid"), tree::text(old, "/metadata/uid"));
+    if !uid.is_empty() && uid != old_uid {
+        problems.push(("metadata.uid".to_owned(), format!("Invalid value: \"{uid}\": field is immutable")));
+    }
+    if resource.normalise.is_none() {
+        let kind = tree::text(patched, "/kind");
+        if kind != resource.kind {
+            let text = format!("Invalid value: \"{kind}\": must be {}", resource.kind);
+            problems.push(("kind".to_owned(), text));
+        }
+        if patched.get("spec") == Some(&Value::Null) {
+            let text = "Invalid value: \"null\": spec in body must be of type object: \"null\"";
+            problems.push(("spec".to_owned(), text.to_owned()));
+        }
+    }
+    if problems.is_empty() {
+        return Ok(());
+    }
+    Err(ApiError::invalid(resource, tree::text(old, "/metadata/name"), &problems))
+}
+
+/// The path of the first field that the type of a built-in kind has lost.
+fn unknown_to_kind(resource: &Resource, config: &Value) -> Option<String> {
+    fn lost(path: &str, sent: &Value, kept: &Value) -> Option<String> {
+        match (sent, kept) {
+            (Value::Object(sent), Value::Object(kept)) => sent.iter().find_map(|(name, value)| {
+                let place = format!("{path}.{name}");
+                match kept.get(name) {
+                    Some(kept) => lost(&place, value, kept),
+                    None => (!value.is_null()).then_some(place),
+                }
+            }),
+            (Value::Array(sent), Value::Array(kept)) => {
+                let items = sent.iter().zip(kept).enumerate();
+                items.map(|(index, (sent, kept))| lost(&format!("{path}[{index}]"), sent, kept)).find_map(|found| found)
+            }
+            _ => None,
+        }
+    }
+    let kept = (resource.normalise?)(config.clone()).ok()?;
+    lost("", config, &kept)
+}
+
+/// What a body needs to be taken for a custom resource at all. Bodies of built-in kinds may leave their kind out.
+fn decode_custom(resource: &Resource, body: &Value) -> ApiResult<()> {
+    let (api_version, kind) = (tree::text(body, "/apiVersion"), tree::text(body, "/kind"));
+    if kind.is_empty() || api_version.is_empty() {
+        let field = if kind.is_empty() { "Kind" } else { "apiVersion" };
+        return Err(ApiError::bad_request(format!(
+            "the object provided is unrecognized (must be of type {}): Object '{field}' is missing",
+            resource.kind
+        )));
+    }
+    if api_version != resource.api_version() {
+        return Err(ApiError::bad_request(format!(
+            "the API version in the data ({api_version}) does not match the expected API version ({})",
+            resource.api_version()
+        )));
+    }
+    for field in ["labels", "annotations"] {
+        let map = body.pointer(&format!("/metadata/{field}")).and_then(Value::as_object);
+        if let Some(wrong) = map.into_iter().flatten().map(|(_, value)| value).find(|value| !value.is_string()) {
+            return Err(ApiError::bad_request(format!(
+                "{kind} in version \"{}\" cannot be handled as a {kind}: {wrong} in {field}: expected a text",
+                resource.version
+            )));
+        }
     }
     Ok(())
 }

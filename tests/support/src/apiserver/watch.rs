@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::stream::{self, Stream};
 use serde_json::{Value, json};
+use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::error::{ApiError, ApiResult};
@@ -24,8 +25,35 @@ const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
 /// How long a watch lasts when the client does not say.
 const LIFETIME: Duration = Duration::from_secs(30 * 60);
 
+/// Where the events of a watch come from.
+enum Source {
+    /// The store of this server. The receiver knows when it has changed.
+    Store(tokio::sync::watch::Receiver<u64>),
+    /// A real server, one line an event.
+    Upstream(mpsc::UnboundedReceiver<Bytes>),
+}
+
+/// What a [`Source`] has.
+enum News {
+    /// Changes to collect.
+    Changes,
+    Line(Bytes),
+    /// Nothing any more.
+    End,
+}
+
+impl Source {
+    async fn news(&mut self) -> News {
+        match self {
+            Self::Store(revisions) => revisions.changed().await.map_or(News::End, |()| News::Changes),
+            Self::Upstream(lines) => lines.recv().await.map_or(News::End, News::Line),
+        }
+    }
+}
+
 /// What a watch covers and where it stands.
 pub(super) struct Watch {
+    source: Source,
     shared: Arc<Shared>,
     caller: Caller,
     resource: Arc<Resource>,
@@ -54,44 +82,18 @@ impl Watch {
         request: &Request,
         fault: Option<Fault>,
     ) -> ApiResult<Self> {
-        let Request { resource, query, place, in_namespace, as_table, .. } = request;
-        let selector = Selector::parse(resource, query.text("labelSelector"), query.text("fieldSelector"))?;
+        let Request { resource, query, .. } = request;
         let asked = query.number("resourceVersion")?;
         let initial = match query.text("sendInitialEvents") {
             "" => asked.unwrap_or_default() == 0,
             _ if query.text("resourceVersionMatch") != "NotOlderThan" => {
-                let text =
-                    "resourceVersionMatch: Forbidden: sendInitialEvents requires resourceVersionMatch NotOlderThan";
-                return Err(ApiError::bad_request(text));
+                let text = "Forbidden: resourceVersionMatch is required when sendInitialEvents is set";
+                return Err(ApiError::invalid_option("ListOptions", "resourceVersionMatch", text));
             }
             flag => flag == "true",
         };
-        let now = Instant::now();
-        let lifetime = query.number("timeoutSeconds")?.map_or(LIFETIME, Duration::from_secs);
-        let life = shared.links.borrow().life;
-        let mut watch = Self {
-            caller: caller.clone(),
-            resource: Arc::clone(resource),
-            namespace: in_namespace.then(|| place.namespace.clone()),
-            selector,
-            revision: store.revision(),
-            pending: VecDeque::new(),
-            ended: false,
-            bookmarks: query.flag("allowWatchBookmarks"),
-            next_bookmark: now + BOOKMARK_INTERVAL,
-            deadline: now + lifetime,
-            as_table: *as_table,
-            cut_after: None,
-            delay: None,
-            life,
-            shared,
-        };
-        match fault {
-            Some(Fault::WatchExpired) => watch.fail(&ApiError::expired(asked.unwrap_or_default(), store.revision())),
-            Some(Fault::WatchCut(events)) => watch.cut_after = Some(events),
-            Some(Fault::WatchDelayed(delay)) => watch.delay = Some(delay),
-            _ => {}
-        }
+        let source = Source::Store(shared.revision.subscribe());
+        let mut watch = Self::new(shared, source, store.revision(), caller, request, fault)?;
         if initial {
             let namespace = watch.namespace.clone();
             for (_, object) in store.list(&resource.storage, namespace.as_deref()) {
@@ -108,6 +110,60 @@ impl Watch {
         Ok(watch)
     }
 
+    /// Passes on what a real server tells.
+    pub(super) fn relay(
+        shared: Arc<Shared>,
+        lines: mpsc::UnboundedReceiver<Bytes>,
+        caller: &Caller,
+        request: &Request,
+        fault: Option<Fault>,
+    ) -> ApiResult<Self> {
+        let watch = Self::new(shared, Source::Upstream(lines), 0, caller, request, fault)?;
+        // The real server makes its own.
+        Ok(Self { bookmarks: false, ..watch })
+    }
+
+    fn new(
+        shared: Arc<Shared>,
+        source: Source,
+        revision: u64,
+        caller: &Caller,
+        request: &Request,
+        fault: Option<Fault>,
+    ) -> ApiResult<Self> {
+        let Request { resource, query, place, in_namespace, as_table, .. } = request;
+        let now = Instant::now();
+        let lifetime = query.number("timeoutSeconds")?.map_or(LIFETIME, Duration::from_secs);
+        let life = shared.links.borrow().life;
+        let mut watch = Self {
+            source,
+            caller: caller.clone(),
+            resource: Arc::clone(resource),
+            namespace: in_namespace.then(|| place.namespace.clone()),
+            selector: Selector::parse(resource, query.text("labelSelector"), query.text("fieldSelector"))?,
+            revision,
+            pending: VecDeque::new(),
+            ended: false,
+            bookmarks: query.flag("allowWatchBookmarks"),
+            next_bookmark: now + BOOKMARK_INTERVAL,
+            deadline: now + lifetime,
+            as_table: *as_table,
+            cut_after: None,
+            delay: None,
+            life,
+            shared,
+        };
+        match fault {
+            Some(Fault::WatchExpired) => {
+                watch.fail(&ApiError::expired(query.number("resourceVersion")?.unwrap_or_default(), revision));
+            }
+            Some(Fault::WatchCut(events)) => watch.cut_after = Some(events),
+            Some(Fault::WatchDelayed(delay)) => watch.delay = Some(delay),
+            _ => {}
+        }
+        Ok(watch)
+    }
+
     /// The events as JSON, one a line. The stream ends with the watch's time; it breaks when the connection does.
     pub(super) fn into_stream(self) -> impl Stream<Item = io::Result<Bytes>> + Send + 'static {
         stream::unfold(self, |mut watch| async move { watch.next().await.map(|item| (item, watch)) })
@@ -116,7 +172,6 @@ impl Watch {
     async fn next(&mut self) -> Option<io::Result<Bytes>> {
         let shared = Arc::clone(&self.shared);
         let mut links = shared.links.subscribe();
-        let mut revisions = shared.revision.subscribe();
         loop {
             let link = self.link(&links.borrow_and_update());
             match link {
@@ -137,8 +192,10 @@ impl Watch {
                     if self.ended || Instant::now() >= self.deadline {
                         return None;
                     }
-                    revisions.borrow_and_update();
-                    self.collect();
+                    if let Source::Store(revisions) = &mut self.source {
+                        revisions.borrow_and_update();
+                        self.collect();
+                    }
                     if !self.pending.is_empty() {
                         continue;
                     }
@@ -155,7 +212,11 @@ impl Watch {
             tokio::select! {
                 biased;
                 changed = links.changed() => if changed.is_err() { return None },
-                changed = revisions.changed(), if up => if changed.is_err() { return None },
+                news = self.source.news(), if up => match news {
+                    News::Changes => {}
+                    News::Line(line) => self.pending.push_back(line),
+                    News::End => self.ended = true,
+                },
                 () = sleep_until(self.deadline.min(bookmark)), if up => {}
             }
         }

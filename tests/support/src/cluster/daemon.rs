@@ -152,6 +152,8 @@ fn containerd() -> String {
          state = '/run/containerd'\n\
          [grpc]\n\
          address = '/run/containerd/containerd.sock'\n\
+         [metrics]\n\
+         address = '127.0.0.1:1338'\n\
          [plugins.'io.containerd.cri.v1.images'.pinned_images]\n\
          sandbox = '{PAUSE_IMAGE}'\n\
          [plugins.'io.containerd.cri.v1.runtime']\n\

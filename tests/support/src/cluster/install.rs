@@ -12,7 +12,7 @@ use std::fs;
 use std::path::Path;
 
 /// The group that may do everything.
-const MASTERS: &str = "system:masters";
+pub(super) const MASTERS: &str = "system:masters";
 
 /// Where the API server is, for everybody.
 fn server() -> String {

@@ -36,6 +36,7 @@
 pub mod binaries;
 pub mod cgroup;
 mod conformance;
+pub mod control_plane;
 mod daemon;
 pub mod images;
 mod install;

@@ -86,8 +86,13 @@ pub(super) fn parse(script: &str) -> Result<Vec<Line>, String> {
 /// # Errors
 /// When N is no number.
 pub(super) fn rounds(script: &str) -> Result<u64, String> {
-    let asked = script.lines().find_map(|line| line.trim().strip_prefix("# rounds:"));
-    asked.map_or(Ok(1), |text| text.trim().parse().map_err(|_| format!("# rounds:{text}: expected a number")))
+    asked(script, "rounds")
+        .map_or(Ok(1), |text| text.parse().map_err(|_| format!("# rounds:{text}: expected a number")))
+}
+
+/// What a script says of itself: the text after `# KEY:`.
+pub(super) fn asked<'a>(script: &'a str, key: &str) -> Option<&'a str> {
+    script.lines().find_map(|line| line.trim().strip_prefix("# ")?.strip_prefix(key)?.strip_prefix(':')).map(str::trim)
 }
 
 struct Word {

@@ -1,4 +1,5 @@
-//! Script tests: the real agent and operator against the small API server, on a virtual clock, told by a text file.
+//! Script tests: the real agent and operator against the small API server, or a real one behind the small one's faults and
+//! links ([`run_on_real`]), on a virtual clock, told by a text file.
 //!
 //! ```text
 //!  case.txtar ─ archive ─┬─ script ─ line ──► run ──► commands ──► World: API server, operators, agents, files
@@ -24,12 +25,14 @@ mod world;
 
 use std::fmt::{self, Write as _};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
 use cistern::telemetry;
 
+use crate::apiserver::Upstream;
 use archive::Archive;
 use line::{Line, Mark};
 use world::World;
@@ -70,6 +73,46 @@ impl fmt::Debug for ScriptError {
 /// # Errors
 /// What the first failing line said, with its number, the seed and the last calls to the API, and [`memory`] for the kernel.
 pub fn run(path: &Path) -> Result<(), ScriptError> {
+    run_on(path, None)
+}
+
+/// Runs the script in a file once against a real server, with the first of its seeds.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_on_real(path: &Path, real: &Arc<Upstream>) -> Result<(), ScriptError> {
+    run_on(path, Some(real))
+}
+
+/// What the comment of a script says about the real server.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct OnReal {
+    /// Why the script runs on the small server alone: `# server: small, REASON`.
+    pub left_out: Option<String>,
+    /// Values of the chart, as for `helm --set`, under which the rights are those that it needs: `# values: KEY=VALUE…`.
+    pub values: Vec<String>,
+}
+
+/// Reads what the comment of a script says about the real server.
+///
+/// # Errors
+/// When the file cannot be read, or names another server.
+pub fn on_real(path: &Path) -> Result<OnReal, ScriptError> {
+    let error = |text: String| ScriptError(format!("{}: {text}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|cause| error(cause.to_string()))?;
+    let archive = Archive::parse(&text);
+    let left_out = match line::asked(&archive.comment, "server") {
+        None => None,
+        Some(text) => match text.strip_prefix("small, ") {
+            Some(reason) => Some(reason.to_owned()),
+            None => return Err(error(format!("# server: {text}: expected small, and after a comma why"))),
+        },
+    };
+    let values = line::asked(&archive.comment, "values").unwrap_or_default();
+    Ok(OnReal { left_out, values: values.split_whitespace().map(str::to_owned).collect() })
+}
+
+fn run_on(path: &Path, real: Option<&Arc<Upstream>>) -> Result<(), ScriptError> {
     let error = |text: String| ScriptError(format!("{}: {text}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|cause| error(cause.to_string()))?;
     let archive = Archive::parse(&text);
@@ -78,7 +121,8 @@ pub fn run(path: &Path) -> Result<(), ScriptError> {
         Ok(seed) => vec![seed.parse().map_err(|_| error(format!("{SEED}={seed}: expected a number")))?],
         Err(_) => {
             let first = fnv1a(path.file_name().unwrap_or_default().as_encoded_bytes());
-            (0..line::rounds(&archive.comment).map_err(error)?).map(|round| first.wrapping_add(round)).collect()
+            let rounds = line::rounds(&archive.comment).map_err(error)?;
+            (0..if real.is_some() { 1 } else { rounds }).map(|round| first.wrapping_add(round)).collect()
         }
     };
     if let Ok(level) = std::env::var(LOG) {
@@ -86,7 +130,7 @@ pub fn run(path: &Path) -> Result<(), ScriptError> {
     }
     for seed in seeds {
         let runtime = runtime(seed).map_err(|cause| error(cause.to_string()))?;
-        runtime.block_on(run_lines(&archive, &lines, seed)).map_err(error)?;
+        runtime.block_on(run_lines(&archive, &lines, seed, real)).map_err(error)?;
     }
     Ok(())
 }
@@ -104,8 +148,8 @@ fn runtime(seed: u64) -> std::io::Result<tokio::runtime::Runtime> {
     builder.build()
 }
 
-async fn run_lines(archive: &Archive, lines: &[Line], seed: u64) -> Result<(), String> {
-    let mut world = World::new(archive, seed, FAULT_PERCENT).map_err(|cause| cause.to_string())?;
+async fn run_lines(archive: &Archive, lines: &[Line], seed: u64, real: Option<&Arc<Upstream>>) -> Result<(), String> {
+    let mut world = World::new(archive, seed, FAULT_PERCENT, real.cloned()).map_err(|cause| cause.to_string())?;
     let outcome = match run_all(&mut world, lines).await {
         Ok(()) => world.end().await,
         Err(failure) => Err(failure),

@@ -27,7 +27,7 @@ use tokio_util::sync::CancellationToken;
 use super::archive::Archive;
 use super::memory::Machine;
 use crate::apiserver::table::plain_text;
-use crate::apiserver::{ApiServer, Lifeline, Options, Snapshot};
+use crate::apiserver::{Account, ApiServer, Lifeline, Options, Snapshot, Upstream};
 
 /// The network of the nodes; machines get its addresses in the order in which they come.
 const NODES: Ipv4Addr = Ipv4Addr::new(192, 168, 7, 0);
@@ -93,12 +93,25 @@ impl Role {
 }
 
 impl World {
-    /// An API server with the project's own kinds, as after the chart was installed, and nothing that runs.
-    pub(super) fn new(archive: &Archive, seed: u64, faults: u8) -> anyhow::Result<Self> {
-        let server = ApiServer::new(Options { seed, ..Options::default() });
-        for definition in cistern_crds::all() {
-            server.create(&serde_json::to_value(definition)?)?;
-        }
+    /// An API server with the project's own kinds, as after the chart was installed, and nothing that runs: the small one,
+    /// or a real one.
+    pub(super) fn new(archive: &Archive, seed: u64, faults: u8, real: Option<Arc<Upstream>>) -> anyhow::Result<Self> {
+        let definitions =
+            cistern_crds::all().into_iter().map(serde_json::to_value).collect::<Result<Vec<Value>, _>>()?;
+        let server = match real {
+            Some(upstream) => {
+                // It gives ages by the wall clock.
+                let options = Options { seed, epoch: jiff::Timestamp::now() };
+                ApiServer::in_front_of(upstream, options, &definitions)?
+            }
+            None => {
+                let server = ApiServer::new(Options { seed, ..Options::default() });
+                for definition in &definitions {
+                    server.create(definition)?;
+                }
+                server
+            }
+        };
         server.set_faults(faults, &[]);
         Ok(Self {
             server,
@@ -174,7 +187,7 @@ impl World {
     pub(super) fn start_operator(&mut self, name: &str, settings: &str) -> Result<(), String> {
         let settings = read_settings(name, settings, Command::Operator)?;
         let shared = Shared::new(self.clock());
-        let (client, lifeline) = self.server.mortal_client_as(name);
+        let (client, lifeline) = self.server.mortal_client_as(name, Account::Operator);
         let cancel = CancellationToken::new();
         let operator = self.operator_with(&settings, client, &shared)?;
         let task = tokio::spawn(operator_role::run(operator, cancel.clone()));
@@ -185,7 +198,7 @@ impl World {
     pub(super) fn start_agent(&mut self, name: &str, settings: &str) -> Result<(), String> {
         let settings = read_settings(name, settings, Command::Agent)?;
         let shared = Shared::new(self.clock());
-        let (client, lifeline) = self.server.mortal_client_as(name);
+        let (client, lifeline) = self.server.mortal_client_as(name, Account::Agent);
         let mut draws = SmallRng::seed_from_u64(self.random.random());
         let operator =
             if settings.leader_election { Some(self.operator_with(&settings, client.clone(), &shared)?) } else { None };

@@ -170,7 +170,7 @@ async fn an_update_of_an_old_version_conflicts() {
     let stale = nodes.patch("n1", &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap_err();
     assert_eq!(code(stale), 409);
     let other = json!({"metadata": {"uid": "b75d8f6e-0000-4000-8000-000000000000"}});
-    assert_eq!(code(nodes.patch("n1", &PatchParams::default(), &Patch::Merge(&other)).await.unwrap_err()), 409);
+    assert_eq!(code(nodes.patch("n1", &PatchParams::default(), &Patch::Merge(&other)).await.unwrap_err()), 422);
 
     // Writing what is there changes nothing, not even the version.
     let same = nodes.replace("n1", &PostParams::default(), &second).await.unwrap();

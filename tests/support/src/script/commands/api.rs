@@ -6,9 +6,16 @@ use super::{Outcome, Printed, exactly, silent};
 use crate::apiserver::{Call, CallMatch, Fault, Link, Verb};
 use crate::script::world::World;
 
-pub(super) async fn sleep(arguments: &[&str]) -> Outcome {
+/// What tells the ages of objects apart: API objects carry whole seconds.
+const SHORTEST_AGE: Duration = Duration::from_secs(1);
+
+pub(super) async fn sleep(world: &World, arguments: &[&str]) -> Outcome {
     let [text] = exactly(arguments, "sleep DURATION, for example 250ms, 15s, 10m or 2h")?;
-    tokio::time::sleep(duration(text)?).await;
+    let duration = duration(text)?;
+    if duration >= SHORTEST_AGE {
+        world.server.grow_older();
+    }
+    tokio::time::sleep(duration).await;
     Ok(silent())
 }
 
@@ -126,14 +133,25 @@ pub(super) fn forget(world: &World) -> Outcome {
 }
 
 pub(super) fn compact(world: &World) -> Outcome {
+    small_alone(world)?;
     world.server.compact();
     Ok(silent())
+}
+
+/// Refuses what cannot be done to a real server.
+fn small_alone(world: &World) -> Result<(), String> {
+    if world.server.is_real() {
+        Err("a real server does not do this: `# server: small, WHY`".to_owned())
+    } else {
+        Ok(())
+    }
 }
 
 /// By how much the resource version goes back when a backup is restored, at least.
 const LOST_REVISIONS: u64 = 100_000;
 
 pub(super) fn backup(world: &mut World) -> Outcome {
+    small_alone(world)?;
     world.backup = Some(world.server.snapshot());
     // The rest of a cluster writes, too: a version from after the backup is not soon given again.
     world.server.skip_revisions(LOST_REVISIONS);
@@ -141,6 +159,7 @@ pub(super) fn backup(world: &mut World) -> Outcome {
 }
 
 pub(super) fn restore(world: &World) -> Outcome {
+    small_alone(world)?;
     let backup = world.backup.as_ref().ok_or("there is no backup: api/backup comes first")?;
     world.server.restore_from(backup);
     Ok(silent())

@@ -47,7 +47,7 @@ pub(super) async fn run(world: &mut World, words: &[String]) -> Outcome {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let (command, arguments) = words.split_first().ok_or("expected a command")?;
     match *command {
-        "sleep" => api::sleep(arguments).await,
+        "sleep" => api::sleep(world, arguments).await,
         "stdout" => files::stdout(world, arguments),
         "stderr" => files::stderr(world, arguments),
         "grep" => files::grep(world, arguments),

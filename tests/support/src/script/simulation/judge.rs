@@ -1,4 +1,9 @@
 //! The rules, and what must be remembered to check them.
+//!
+//! A rule binds whoever can know what it is about. A leader can know what an object lists and what the operators' records
+//! hold: a block that stood in no record when its object was deleted (claimed and gone between two passes, or lost by a
+//! restored API server) rests for nobody. People may write what they want: who has a block that they wrote somewhere is
+//! for them to sort out.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,6 +40,8 @@ pub(super) struct Judge {
     resting: Vec<Rest>,
     /// What people wrote into objects, by node.
     by_hand: BTreeSet<(String, Ipv4Net)>,
+    /// Blocks by node in the operators' records: only what stands there, or in an object, can be known to a leader.
+    recorded: BTreeMap<String, BTreeSet<Ipv4Net>>,
     /// Addresses of pods that run.
     addresses: BTreeMap<String, (String, String)>,
 }
@@ -52,12 +59,24 @@ pub(super) fn blocks(object: &Value) -> BTreeSet<Ipv4Net> {
     list.into_iter().flatten().filter_map(|text| text.as_str()?.parse().ok()).collect()
 }
 
+/// The ConfigMap of the operators.
+pub(super) const RECORDS: &str = "cistern-ipam";
+
+/// Blocks by node, as recorded there.
+pub(super) fn records(object: &Value) -> BTreeMap<String, BTreeSet<Ipv4Net>> {
+    let text = object.pointer("/data/blocks.json").and_then(Value::as_str);
+    text.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
+}
+
 impl Judge {
     /// Looks at one change.
     ///
     /// # Errors
     /// The rule that it breaks.
     pub(super) fn see(&mut self, change: &ObjectChange, hand: Hand, now: Timestamp) -> Result<Option<String>, String> {
+        if change.resource == "configmaps" && change.name == RECORDS {
+            self.recorded = change.after.as_deref().map(records).unwrap_or_default();
+        }
         if change.resource != "ciliumnodes" {
             return Ok(None);
         }
@@ -65,12 +84,9 @@ impl Judge {
         let before = change.before.as_deref().map(blocks).unwrap_or_default();
         let Some(after) = change.after.as_deref().map(blocks) else {
             self.listed.remove(name);
-            for block in before {
-                // What a person wrote, and no node used, was nobody's block.
-                if !self.by_hand.contains(&(name.clone(), block)) || self.used.get(name) == Some(&block) {
-                    self.resting.push(Rest { block, node: name.clone(), since: now });
-                }
-            }
+            let known = before.into_iter().filter(|block| self.is_recorded(name, block));
+            let rests: Vec<Rest> = known.map(|block| Rest { block, node: name.clone(), since: now }).collect();
+            self.resting.extend(rests);
             return Ok(Some(format!("{name} deleted")));
         };
         let given = change.before.is_some() && hand == Hand::Ours;
@@ -78,7 +94,8 @@ impl Judge {
             if hand == Hand::Person {
                 self.by_hand.insert((name.clone(), *block));
             }
-            if given {
+            // A machine that lists again what it has is given nothing.
+            if given && self.used.get(name) != Some(block) {
                 self.may_be_given(name, block, now)?;
             }
         }
@@ -98,9 +115,12 @@ impl Judge {
             }
         }
         let ours = |other: &String, theirs: &Ipv4Net| !self.by_hand.contains(&(other.clone(), *theirs));
-        if let Some((other, theirs)) =
-            self.used.iter().find(|(other, theirs)| *other != name && overlap(theirs, block) && ours(other, theirs))
-        {
+        let known = |other: &String, theirs: &Ipv4Net| {
+            self.listed.contains_key(other) || self.is_recorded(other, theirs)
+        };
+        if let Some((other, theirs)) = self.used.iter().find(|(other, theirs)| {
+            *other != name && overlap(theirs, block) && ours(other, theirs) && known(other, theirs)
+        }) {
             return Err(format!("{block} is given to {name} while {other} gives addresses from {theirs}"));
         }
         let fresh =
@@ -157,8 +177,13 @@ impl Judge {
         self.ended(name, None);
     }
 
-    /// The API server went back to an older state.
-    pub(super) fn restored(&mut self, objects: &[Value], backup: Timestamp) {
+    fn is_recorded(&self, name: &str, block: &Ipv4Net) -> bool {
+        self.recorded.get(name).is_some_and(|blocks| blocks.contains(block))
+    }
+
+    /// The API server went back to an older state, with these CiliumNodes and these records.
+    pub(super) fn restored(&mut self, objects: &[Value], kept: Option<&Value>, backup: Timestamp) {
+        self.recorded = kept.map(records).unwrap_or_default();
         self.listed = objects
             .iter()
             .map(|object| {
@@ -170,14 +195,9 @@ impl Judge {
         self.resting.retain(|rest| rest.since <= backup);
     }
 
-    /// Whether people wrote into this object.
-    pub(super) fn is_by_hand(&self, name: &str) -> bool {
-        self.by_hand.iter().any(|(node, _)| node == name)
-    }
-
-    /// Whether people wrote this block into an object.
-    pub(super) fn is_written_by_hand(&self, block: &Ipv4Net) -> bool {
-        self.by_hand.iter().any(|(_, written)| overlap(written, block))
+    /// Whether people wrote into this object, or what it lists into another one: who has it is for them to sort out.
+    pub(super) fn is_touched(&self, name: &str, listed: &BTreeSet<Ipv4Net>) -> bool {
+        self.by_hand.iter().any(|(node, written)| node == name || listed.iter().any(|block| overlap(written, block)))
     }
 
     /// The block that a machine uses.

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::QUARANTINE;
-use super::judge::{Hand, Judge, blocks};
+use super::judge::{Hand, Judge, RECORDS, blocks, records};
 use crate::apiserver::Call;
 use crate::script::archive::Archive;
 use crate::script::commands;
@@ -25,8 +25,11 @@ const LOOK: Duration = Duration::from_secs(1);
 /// How long everything may take to come to rest: a quarantine, a Lease, the longest back-offs, one after the other.
 const REST_BOUND: Duration = Duration::from_secs(300);
 
-/// A Lease that has to end first, and the retries after it.
-const TAKE_OVER: Duration = Duration::from_secs(30);
+/// A list that is not answered has to end first, or a Lease, and the retries after it.
+const TAKE_OVER: Duration = Duration::from_secs(45);
+
+/// An API server is stopped for this long to restore a backup; so long that every Lease ends.
+const OUTAGE: std::ops::Range<u64> = 27..60;
 
 /// Nothing may be written for this long then.
 const QUIET: Duration = Duration::from_secs(20);
@@ -68,7 +71,7 @@ impl Story {
         // The world draws from the seed itself.
         let mut random = SmallRng::seed_from_u64(seed ^ 0x0057_0127);
         let faults = *[0, 0, 5, 15, 30].choose(&mut random).unwrap_or(&0);
-        let mut world = World::new(&Archive::default(), seed, faults).map_err(|error| error.to_string())?;
+        let mut world = World::new(&Archive::default(), seed, faults, None).map_err(|error| error.to_string())?;
         world.datapath = false;
         world.quarantine = QUARANTINE;
         // Most clusters are small: they go wrong in as many ways, and faster.
@@ -300,8 +303,11 @@ impl Story {
         if self.nodes.len() >= self.most_nodes {
             return Ok(());
         }
-        let free: Vec<String> =
-            (0..self.most_nodes + 1).map(|n| format!("n{n}")).filter(|name| !self.nodes.contains_key(name)).collect();
+        let registered = self.registered()?;
+        let free: Vec<String> = (0..=self.most_nodes)
+            .map(|n| format!("n{n}"))
+            .filter(|name| !self.nodes.contains_key(name) && !registered.contains(name))
+            .collect();
         let Some(name) = self.chosen(free.into_iter()) else { return Ok(()) };
         if self.random.random_bool(0.15) {
             self.claim(&name).await?;
@@ -489,37 +495,43 @@ impl Story {
         Ok(())
     }
 
+    /// A backup from before anybody led has lost that anything was given; nobody could find that out.
     async fn back_up(&mut self) -> Result<(), String> {
+        if self.records().is_none() {
+            return Ok(());
+        }
         self.look(Hand::Ours)?;
         self.backup = Some(self.now());
         self.must("api/backup").await.map(drop)
     }
 
+    fn records(&self) -> Option<Value> {
+        self.world.server.get("configmap", "kube-system", RECORDS).ok()
+    }
+
+    /// The API server is stopped, goes back to the backup, and is started again.
     async fn restore(&mut self) -> Result<(), String> {
         let Some(backup) = self.backup.take() else { return Ok(()) };
-        let restart = self.random.random_bool(0.3);
-        if restart {
+        self.must("api/down").await?;
+        if self.random.random_bool(0.3) {
             for name in
                 self.operators.iter().filter(|(_, runs)| **runs).map(|(name, _)| name.clone()).collect::<Vec<_>>()
             {
                 self.stop_operator("kill", &name).await?;
+                self.start_operator(&name).await?;
             }
         }
-        self.look(Hand::Ours)?;
+        let outage = Duration::from_secs(self.random.random_range(OUTAGE));
+        self.pass(outage).await?;
         self.must("api/restore").await?;
         self.revision = self.world.server.revision();
         let objects = self.world.server.list("ciliumnodes").map_err(|error| error.to_string())?;
-        self.judge.restored(&objects, backup);
+        self.judge.restored(&objects, self.records().as_ref(), backup);
         let nodes = self.registered()?;
         for name in self.nodes.keys().filter(|name| !nodes.contains(*name)).cloned().collect::<Vec<_>>() {
             self.must(&format!("machine/register {name}")).await?;
         }
-        if restart {
-            for name in self.operators.keys().cloned().collect::<Vec<_>>() {
-                self.start_operator(&name).await?;
-            }
-        }
-        Ok(())
+        self.must("api/up").await.map(drop)
     }
 
     /// Names of the Nodes.
@@ -642,7 +654,7 @@ impl Story {
             if !self.nodes.contains_key(name) {
                 return Err(format!("the object of {name} is still there, though the node is gone"));
             }
-            let conflict = self.judge.is_by_hand(name);
+            let conflict = self.judge.is_touched(name, &listed);
             match (listed.first(), self.judge.used_by(name)) {
                 (None, _) if error.contains("full") => full.push(name.to_owned()),
                 (None, _) => return Err(format!("{name} has no block, and its error is {error:?}")),
@@ -654,7 +666,7 @@ impl Story {
                     return Err(format!("{name} lists {listed:?}, and its error is {error:?}"));
                 }
                 (Some(block), Some(_)) => {
-                    if !taken.insert(*block) && !self.judge.is_written_by_hand(block) {
+                    if !taken.insert(*block) && !self.judge.is_touched(name, &listed) {
                         return Err(format!("{name} lists {block}, and so does another"));
                     }
                 }
@@ -665,13 +677,21 @@ impl Story {
         }) {
             return Err(format!("{name} has no object"));
         }
-        let records = self.world.server.get("configmap", "kube-system", "cistern-ipam").ok();
-        let resting = records.as_ref().and_then(|map| map.pointer("/data/quarantine.json")?.as_str());
+        let kept = self.records();
+        let known = kept.as_ref().map(records).unwrap_or_default();
+        for object in &objects {
+            let name = object.pointer("/metadata/name").and_then(Value::as_str).unwrap_or_default();
+            let listed = blocks(object);
+            if known.get(name) != Some(&listed) && !listed.is_empty() && !self.judge.is_touched(name, &listed) {
+                return Err(format!("{name} lists {listed:?}, and recorded are {:?}", known.get(name)));
+            }
+        }
+        let resting = kept.as_ref().and_then(|map| map.pointer("/data/quarantine.json")?.as_str());
         if resting.is_some_and(|text| text != "[]") {
             return Err(format!("blocks rest: {}", resting.unwrap_or_default()));
         }
         let free = self.all_blocks().into_iter().filter(|block| !taken.contains(block)).count();
-        if free > 0 && !full.is_empty() && !self.nodes.keys().any(|name| self.judge.is_by_hand(name)) {
+        if free > 0 && !full.is_empty() && !self.nodes.keys().any(|name| self.judge.is_touched(name, &BTreeSet::new())) {
             return Err(format!("{full:?} are told that the pool is full, and {free} blocks are free"));
         }
         Ok(())

@@ -1,0 +1,102 @@
+//! CNI ADD and DEL as kubelet's pods meet them, beside the reference plugins: `cargo xtask bench kubelet`.
+//!
+//! In a real cluster, containerd measures how long it waits for the plugins. One node has Cistern, the other `ptp` with
+//! `host-local`; both chain `portmap`. Pods come and go one at a time, on the two nodes in turn.
+
+use anyhow::{Context as _, Result, ensure};
+use cistern_tests::cluster::{self, Cluster, Machine, Spec};
+
+const ROUNDS: usize = 30;
+const OURS: &str = "node-1";
+const REFERENCE: &str = "node-2";
+const CONFLIST: &str = r#"{"cniVersion": "1.0.0", "name": "reference", "plugins": [
+    {"type": "ptp", "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.99.2.0/24"}]],
+                             "routes": [{"dst": "0.0.0.0/0"}]}},
+    {"type": "portmap", "capabilities": {"portMappings": true}}]}"#;
+const POD: &str = "\
+apiVersion: v1
+kind: Pod
+metadata: {name: measured, namespace: default}
+spec:
+  nodeName: NODE
+  terminationGracePeriodSeconds: 0
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  tolerations: [{operator: Exists}]
+  containers: [{name: pause, image: 'localhost/pause:1', imagePullPolicy: Never}]
+";
+
+/// Milliseconds that containerd has waited for plugins so far.
+#[derive(Clone, Copy)]
+struct Waited {
+    set_up: f64,
+    tear_down: f64,
+}
+
+fn main() -> Result<()> {
+    let image = std::env::var("CISTERN_IMAGE").context("CISTERN_IMAGE is not set: run `cargo xtask bench kubelet`")?;
+    cluster::down()?;
+    let outcome = measure(&image);
+    cluster::down()?;
+    let (ours, reference) = outcome?;
+    println!("medians of {ROUNDS} interleaved rounds, as containerd waits for the plugins");
+    type Part = fn(&Waited) -> f64;
+    let parts: [(&str, Part); 2] = [("ADD", |waited| waited.set_up), ("DEL", |waited| waited.tear_down)];
+    for (verb, part) in parts {
+        let (ours, reference) = (median(&ours, part), median(&reference, part));
+        println!(
+            "  {verb}  cistern-cni, portmap {ours:>6.1} ms   ptp + host-local, portmap {reference:>6.1} ms   ratio {:.2}",
+            ours / reference
+        );
+    }
+    Ok(())
+}
+
+fn measure(image: &str) -> Result<(Vec<Waited>, Vec<Waited>)> {
+    let cluster = Cluster::up(&Spec::default())?;
+    cluster.load(image)?;
+    cluster.kubectl(&["label", "node", OURS, "bench=cistern"])?;
+    cluster.machine(REFERENCE)?.write("/etc/cni/net.d/10-reference.conflist", CONFLIST.as_bytes())?;
+    cluster.install_cistern(&["nodeSelector.bench=cistern".to_owned()])?;
+    cluster.wait_ready()?;
+    let mut times = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        times.0.push(one_pod(&cluster, OURS)?);
+        times.1.push(one_pod(&cluster, REFERENCE)?);
+    }
+    Ok(times)
+}
+
+/// A pod comes and goes.
+fn one_pod(cluster: &Cluster, node: &str) -> Result<Waited> {
+    let machine = cluster.machine(node)?;
+    let before = waited(&machine)?;
+    cluster.apply(&POD.replace("NODE", node))?;
+    cluster.kubectl(&["wait", "--for=condition=Ready", "--timeout=60s", "pod/measured"])?;
+    let started = waited(&machine)?;
+    cluster.kubectl(&["delete", "pod/measured", "--wait"])?;
+    let ended = waited(&machine)?;
+    let (set_up, tear_down) = (started.set_up - before.set_up, ended.tear_down - started.tear_down);
+    ensure!(set_up > 0.0 && tear_down > 0.0, "containerd on {node} counted no plugin");
+    Ok(Waited { set_up, tear_down })
+}
+
+/// From containerd's metrics.
+fn waited(machine: &Machine) -> Result<Waited> {
+    let ask = "exec 3<>/dev/tcp/127.0.0.1/1338; printf 'GET /v1/metrics HTTP/1.0\\r\\n\\r\\n' >&3; cat <&3";
+    let metrics = machine.run("bash", &["-c", ask])?;
+    let sum = |operation: &str| {
+        let wanted = format!("_sum{{operation_type=\"{operation}\"}}");
+        let line = metrics.lines().find(|line| line.contains("network_plugin_operations") && line.contains(&wanted));
+        let value = line.and_then(|line| line.split_whitespace().last());
+        // Nothing was counted yet.
+        value.map_or(Ok(0.0), |value| value.parse::<f64>().map(|seconds| seconds * 1e3))
+    };
+    Ok(Waited { set_up: sum("set_up_pod")?, tear_down: sum("tear_down_pod")? })
+}
+
+fn median(values: &[Waited], part: fn(&Waited) -> f64) -> f64 {
+    let mut values: Vec<f64> = values.iter().map(part).collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}

@@ -1,0 +1,107 @@
+//! What runs against the small API server, against a real kube-apiserver: the scripts, with the rights that the chart
+//! gives, and requests whose answers both servers have to agree on.
+//!
+//! There is one server, so the cases run one after the other.
+
+mod compare;
+
+use anyhow::{Context, Result};
+use cistern_tests::apiserver::Upstream;
+use cistern_tests::cluster::Spec;
+use cistern_tests::cluster::control_plane::ControlPlane;
+use cistern_tests::script::{self, OnReal};
+use libtest_mimic::{Arguments, Failed, Trial};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+/// The server, and the connection to it.
+struct Real {
+    control_plane: ControlPlane,
+    upstream: Arc<Upstream>,
+}
+
+impl Real {
+    fn start() -> Result<Self> {
+        let start = Instant::now();
+        let mut control_plane = ControlPlane::start(&Spec::default().kubernetes)?;
+        control_plane.install(&[])?;
+        let upstream = Arc::new(control_plane.connect()?);
+        eprintln!("servers: kube-apiserver {} after {} s", control_plane.version()?, start.elapsed().as_secs());
+        Ok(Self { control_plane, upstream })
+    }
+}
+
+/// Started by the first case that runs.
+type Shared = Arc<Mutex<Option<Real>>>;
+
+fn with_real(shared: &Shared, case: impl FnOnce(&mut Real) -> Result<()>) -> Result<(), Failed> {
+    // What a case that panicked has left is cleared by the next one.
+    let mut real = shared.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut running = match real.take() {
+        Some(running) => running,
+        None => Real::start().map_err(|error| format!("{error:#}"))?,
+    };
+    let outcome = case(&mut running);
+    *real = Some(running);
+    outcome.map_err(|error| format!("{error:#}").into())
+}
+
+/// Every file below a folder whose name ends so, in order.
+fn files(folder: &Path, ending: &str) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| format!("read {}", folder.display()))? {
+        let path = entry?.path();
+        if path.is_dir() {
+            found.extend(files(&path, ending)?);
+        } else if path.to_string_lossy().ends_with(ending) {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn main() -> Result<ExitCode> {
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads = Some(1);
+    let shared = Shared::default();
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (mut trials, mut left_out) = (Vec::new(), Vec::new());
+    let cases = tests.join("script/cases");
+    for path in files(&cases, ".txtar")? {
+        let name = path.strip_prefix(&cases)?.display().to_string();
+        let OnReal { left_out: reason, values } = script::on_real(&path)?;
+        if let Some(reason) = reason {
+            left_out.push(format!("{name}: {reason}"));
+            continue;
+        }
+        let shared = Arc::clone(&shared);
+        trials.push(Trial::test(name.clone(), move || {
+            with_real(&shared, |real| {
+                real.control_plane.install(&values)?;
+                let start = Instant::now();
+                script::run_on_real(&path, &real.upstream)?;
+                eprintln!("servers: {name}: {:.1} s", start.elapsed().as_secs_f64());
+                Ok(())
+            })
+        }));
+    }
+    let scripts = trials.len();
+    for path in files(&tests.join("servers/requests"), ".txt")? {
+        let name = format!("requests/{}", path.file_name().unwrap_or_default().display());
+        let shared = Arc::clone(&shared);
+        trials.push(Trial::test(name, move || {
+            with_real(&shared, |real| {
+                real.control_plane.install(&[])?;
+                compare::run(&path, &real.upstream)
+            })
+        }));
+    }
+    if !arguments.list {
+        eprintln!("servers: {} scripts on the real server, {} on the small one alone", scripts, left_out.len());
+        left_out.iter().for_each(|script| eprintln!("servers: left out: {script}"));
+    }
+    Ok(libtest_mimic::run(&arguments, trials).exit_code())
+}

@@ -1,0 +1,213 @@
+//! A kube-apiserver and its etcd alone: no node, no namespaces of the kernel, ports of the loopback device. For tests of
+//! what Cistern and the API server make of each other.
+
+use super::binaries::Binaries;
+use super::install;
+use super::pki::{Authority, Subject, kubeconfig};
+use crate::apiserver::{Account, Upstream};
+use crate::lab::output;
+use anyhow::{Context, Result};
+use std::fs::{self, File};
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+/// Where the chart is installed.
+const NAMESPACE: &str = "kube-system";
+
+/// How long the tokens of the service accounts are good for: longer than any run.
+const TOKENS_LAST: &str = "24h";
+
+/// The kinds of the chart that are installed: no workload, nobody would run it.
+const INSTALLED: [&str; 6] =
+    ["CustomResourceDefinition", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"];
+
+/// Runs what follows until the end of its input: the kernel closes that when whoever started it ends, however it does.
+const UNTIL_END_OF_INPUT: &str = r#""$@" & child=$!; read -r _; kill -9 "$child"; wait"#;
+
+/// A running control plane. It ends when it is dropped, or with this process.
+pub struct ControlPlane {
+    /// In the order of their start.
+    daemons: Vec<Child>,
+    binaries: Binaries,
+    folder: tempfile::TempDir,
+    port: u16,
+    /// The chart's values that the rights are those of.
+    values: Option<Vec<String>>,
+}
+
+impl ControlPlane {
+    /// Starts both for a release such as `1.36`, and waits until they are ready.
+    ///
+    /// # Errors
+    /// When a program cannot be had, or does not become ready.
+    pub fn start(release: &str) -> Result<Self> {
+        let binaries = Binaries::new(release)?;
+        let folder = tempfile::Builder::new().prefix("cistern-control-plane-").tempdir()?;
+        let [client, peer, port] = free_ports()?;
+        let mut this = Self { daemons: Vec::new(), binaries, folder, port, values: None };
+        let (clients, peers) = (format!("http://127.0.0.1:{client}"), format!("http://127.0.0.1:{peer}"));
+        this.spawn(
+            "etcd",
+            &[
+                format!("--data-dir={}", this.path("etcd").display()),
+                "--unsafe-no-fsync".to_owned(),
+                format!("--listen-client-urls={clients}"),
+                format!("--advertise-client-urls={clients}"),
+                format!("--listen-peer-urls={peers}"),
+                format!("--initial-advertise-peer-urls={peers}"),
+                format!("--initial-cluster=default={peers}"),
+            ],
+        )?;
+        let pki = this.path("pki");
+        let authority = Authority::new(&pki)?;
+        authority.token_keys("tokens")?;
+        let administrator = Subject { common_name: "admin", organization: Some(install::MASTERS), serves: &[] };
+        authority.sign("admin", &administrator)?;
+        let serves = [Ipv4Addr::LOCALHOST.to_string()];
+        let subject = Subject { common_name: "kube-apiserver", organization: None, serves: &serves };
+        authority.sign("apiserver", &subject)?;
+        fs::write(this.path("admin.conf"), kubeconfig(&this.url(), &pki, "admin"))?;
+        let pki = pki.display();
+        this.spawn(
+            "kube-apiserver",
+            &[
+                format!("--etcd-servers={clients}"),
+                "--bind-address=127.0.0.1".to_owned(),
+                format!("--secure-port={port}"),
+                "--endpoint-reconciler-type=none".to_owned(),
+                format!("--service-cluster-ip-range={}", super::SERVICE_NETWORK),
+                "--authorization-mode=Node,RBAC".to_owned(),
+                "--enable-admission-plugins=NodeRestriction".to_owned(),
+                format!("--client-ca-file={pki}/ca.crt"),
+                format!("--tls-cert-file={pki}/apiserver.crt"),
+                format!("--tls-private-key-file={pki}/apiserver.key"),
+                "--service-account-issuer=https://kubernetes.default.svc.cluster.local".to_owned(),
+                format!("--service-account-key-file={pki}/tokens.pub"),
+                format!("--service-account-signing-key-file={pki}/tokens.key"),
+            ],
+        )?;
+        let ready = super::wait_for("kube-apiserver to be ready", || {
+            let ready = this.kubectl(&["get", "--raw", "/readyz"]).is_ok();
+            Ok(ready && this.kubectl(&["get", "namespace", NAMESPACE]).is_ok())
+        });
+        ready.with_context(|| this.last_words("kube-apiserver"))?;
+        Ok(this)
+    }
+
+    /// Installs what the chart gives its service accounts under these values (`KEY=VALUE`, as for `helm --set`), with the
+    /// kinds of its objects. Nothing is done when it is that already.
+    ///
+    /// # Errors
+    /// When the chart refuses the values, or the API server the objects.
+    pub fn install(&mut self, values: &[String]) -> Result<()> {
+        if self.values.as_deref() == Some(values) {
+            return Ok(());
+        }
+        let mut helm = Command::new(self.binaries.find("helm")?);
+        helm.args(["template", "cistern"]).arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts/cistern"));
+        let version = self.version()?;
+        helm.args(["--namespace", NAMESPACE, "--include-crds", "--kube-version", &version]);
+        for value in values {
+            helm.args(["--set", value]);
+        }
+        let rendered = output(&mut helm, "helm template cistern")?;
+        let kind = |document: &str| document.lines().find_map(|line| line.strip_prefix("kind: ")).map(str::to_owned);
+        let installed = |document: &&str| kind(document).is_some_and(|kind| INSTALLED.contains(&kind.as_str()));
+        let manifests: Vec<&str> = rendered.split("\n---\n").filter(installed).collect();
+        let path = self.path("chart.yaml");
+        fs::write(&path, manifests.join("\n---\n"))?;
+        let path = path.display().to_string();
+        self.kubectl(&["apply", "--server-side", "--force-conflicts", "--filename", &path])?;
+        self.kubectl(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=30s"])?;
+        self.values = Some(values.to_vec());
+        Ok(())
+    }
+
+    /// Connects as an administrator and as each of the chart's service accounts, which must be installed.
+    ///
+    /// # Errors
+    /// When a token is refused.
+    pub fn connect(&self) -> Result<Upstream> {
+        let administrator = fs::read_to_string(self.path("admin.conf"))?;
+        let mut kubeconfigs = vec![(Account::Administrator, administrator)];
+        for (account, name) in [(Account::Agent, "cistern"), (Account::Operator, "cistern-operator")] {
+            let duration = format!("--duration={TOKENS_LAST}");
+            let token = self.kubectl(&["create", "token", name, "--namespace", NAMESPACE, &duration])?;
+            kubeconfigs.push((account, self.token_kubeconfig(token.trim())));
+        }
+        Upstream::new(&kubeconfigs)
+    }
+
+    fn token_kubeconfig(&self, token: &str) -> String {
+        let (server, authority) = (self.url(), self.path("pki/ca.crt"));
+        let config = serde_json::json!({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "cistern", "cluster": {"server": server, "certificate-authority": authority}}],
+            "users": [{"name": "account", "user": {"token": token}}],
+            "contexts": [{"name": "cistern", "context": {"cluster": "cistern", "user": "account"}}],
+            "current-context": "cistern",
+        });
+        config.to_string()
+    }
+
+    /// What kube-apiserver says its version is.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub fn version(&self) -> Result<String> {
+        let version: serde_json::Value = serde_json::from_str(&self.kubectl(&["get", "--raw", "/version"])?)?;
+        Ok(version.get("gitVersion").and_then(serde_json::Value::as_str).unwrap_or_default().to_owned())
+    }
+
+    fn kubectl(&self, arguments: &[&str]) -> Result<String> {
+        let mut kubectl = Command::new(self.binaries.find("kubectl")?);
+        kubectl.arg("--kubeconfig").arg(self.path("admin.conf")).args(arguments);
+        output(&mut kubectl, &format!("kubectl {}", arguments.join(" ")))
+    }
+
+    fn url(&self) -> String {
+        format!("https://127.0.0.1:{}", self.port)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn spawn(&mut self, name: &str, arguments: &[String]) -> Result<()> {
+        let log = File::create(self.path(&format!("{name}.log")))?;
+        let mut command = Command::new("sh");
+        command.args(["-c", UNTIL_END_OF_INPUT, "sh"]).arg(self.binaries.find(name)?).args(arguments);
+        command.current_dir(self.folder.path()).stdin(Stdio::piped()).stdout(log.try_clone()?).stderr(log);
+        self.daemons.push(command.spawn().with_context(|| format!("start {name}"))?);
+        Ok(())
+    }
+
+    fn last_words(&self, name: &str) -> String {
+        let text = fs::read_to_string(self.path(&format!("{name}.log"))).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        let last = lines.get(lines.len().saturating_sub(20)..).unwrap_or_default();
+        format!("the last lines of {name} are\n{}", last.join("\n"))
+    }
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        for daemon in self.daemons.iter_mut().rev() {
+            drop(daemon.stdin.take());
+            // There is nobody to tell.
+            let _ = daemon.wait();
+        }
+    }
+}
+
+/// Three ports that nobody listened on a moment ago.
+fn free_ports() -> Result<[u16; 3]> {
+    let listeners = [(); 3].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)));
+    let mut ports = [0; 3];
+    for (port, listener) in ports.iter_mut().zip(&listeners) {
+        *port = listener.as_ref().map_err(|error| anyhow::anyhow!("a free port: {error}"))?.local_addr()?.port();
+    }
+    Ok(ports)
+}
