@@ -169,8 +169,8 @@ fn up(Up { nodes, kubernetes, cni, ipam, image, set }: Up) -> Result<Cluster> {
 /// Whether all specs passed. What is wrong with the choice of specs is seen before anything is brought up.
 fn conformance(Conformance { focus, kubernetes, image, output }: Conformance) -> Result<bool> {
     let suite = Suite::new(&kubernetes, focus.as_ref(), &output)?;
-    let Spec { nodes, cni, ipam, .. } = Spec::default();
-    let cluster = up(Up { nodes, kubernetes, cni, ipam, image: Some(image), set: Vec::new() })?;
+    let Spec { cni, ipam, .. } = Spec::default();
+    let cluster = up(Up { nodes: Suite::NODES, kubernetes, cni, ipam, image: Some(image), set: Vec::new() })?;
     suite.run(&cluster)
 }
 
