@@ -325,20 +325,35 @@ pub async fn serve<A: AgentApi>(listener: UnixListener, api: Arc<A>, cancel: Can
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{self, Write};
     use std::sync::Mutex;
+
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Lines {
+        fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(text)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
 
     /// The level of the line that tells of a refusal.
     fn level(reason: &str) -> String {
-        let lines = Arc::new(Mutex::new(Vec::new()));
+        let lines = Lines::default();
+        let writer = lines.clone();
         let subscriber = tracing_subscriber::fmt()
             .with_max_level(tracing::Level::DEBUG)
             .without_time()
             .with_ansi(false)
-            .with_writer(Arc::clone(&lines))
+            .with_writer(move || writer.clone())
             .finish();
         let Failure { error, .. } = Failure::retryable(503, reason, "no");
         tracing::subscriber::with_default(subscriber, || Refused(error).tell("add"));
-        let lines = String::from_utf8(lines.lock().unwrap().clone()).unwrap();
+        let lines = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
         assert_eq!(lines.lines().count(), 1, "{lines}");
         lines.split_whitespace().next().unwrap_or_default().to_owned()
     }

@@ -5,12 +5,12 @@
 
 use super::{AGENT, KubernetesError, Leadership, OPERATOR, write};
 use crate::reconciler::Operations;
-use crate::tables::{Followed, Reader, Snapshot};
 use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeAddress, OwnCiliumNode, PoolRow};
+use crate::tables::{Followed, Reader, Snapshot};
 use cistern_crds::CiliumNode;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client, ResourceExt};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -90,11 +90,11 @@ impl Operations for OwnNode {
 
     async fn update(&mut self, name: &String, value: &OwnCiliumNode) -> Result<(), KubernetesError> {
         let snapshot = self.seen.synced().await;
-        let mut metadata = json!({"name": name});
+        let mut metadata = Map::from_iter([("name".to_owned(), json!(name))]);
         let claim = texts(self.pool.snapshot().rows.values().map(|pool| pool.pod_cidr));
         // Without a Node there is nothing to say about owners, and those that somebody else named stay.
-        if let (Some(owner), Some(fields)) = (&value.owner, metadata.as_object_mut()) {
-            fields.insert("ownerReferences".to_owned(), owner_references(owner));
+        if let Some(owner) = &value.owner {
+            metadata.insert("ownerReferences".to_owned(), owner_references(owner));
         }
         let written = match snapshot.rows.get(name) {
             None => {
@@ -120,18 +120,18 @@ impl Operations for OwnNode {
                 made
             }
             Some(row) => {
-                let mut spec = json!({"addresses": addresses(&value.addresses)});
+                let mut spec = Map::from_iter([("addresses".to_owned(), addresses(&value.addresses))]);
                 let pod_cidrs = match &value.pod_cidrs {
                     Some(pod_cidrs) => Some(texts(pod_cidrs)),
                     // The operator may be giving it one at this moment.
                     None if row.pod_cidrs.is_empty() && !claim.is_empty() => {
-                        metadata["resourceVersion"] = row.resource_version.clone().into();
+                        metadata.insert("resourceVersion".to_owned(), json!(row.resource_version));
                         Some(claim)
                     }
                     None => None,
                 };
                 if let Some(pod_cidrs) = pod_cidrs {
-                    spec["ipam"] = json!({"podCIDRs": pod_cidrs});
+                    spec.insert("ipam".to_owned(), json!({"podCIDRs": pod_cidrs}));
                 }
                 let patch = json!({"metadata": metadata, "spec": spec});
                 let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
