@@ -40,7 +40,7 @@ pub(super) fn run(path: &Path, real: &Arc<Upstream>) -> Result<()> {
     let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
     let mut differences = String::new();
     for paragraph in paragraphs(&text) {
-        let definitions = cistern_crds::all().into_iter().map(serde_json::to_value).collect::<Result<Vec<_>, _>>()?;
+        let definitions = cistern_crds::all().iter().map(serde_json::to_value).collect::<Result<Vec<_>, _>>()?;
         let runtime =
             |paused: bool| tokio::runtime::Builder::new_current_thread().enable_all().start_paused(paused).build();
         let small = runtime(true)?.block_on(async {
@@ -51,7 +51,7 @@ pub(super) fn run(path: &Path, real: &Arc<Upstream>) -> Result<()> {
             ask_all(&server, &paragraph).await
         })?;
         let real = runtime(false)?.block_on(async {
-            ask_all(&ApiServer::in_front_of(Arc::clone(real), Options::default(), &definitions)?, &paragraph).await
+            ask_all(&ApiServer::in_front_of(real, Options::default(), &definitions)?, &paragraph).await
         })?;
         for (line, (small, real)) in paragraph.iter().zip(small.iter().zip(&real)) {
             let (small, real) = (part(line.compared, small), part(line.compared, real));

@@ -243,8 +243,8 @@ impl ApiServer {
     ///
     /// # Errors
     /// What the real server says against it.
-    pub fn in_front_of(upstream: Arc<Upstream>, options: Options, definitions: &[Value]) -> Result<Self, ApiError> {
-        let front = Self::build(options, Some(Arc::clone(&upstream)));
+    pub fn in_front_of(upstream: &Arc<Upstream>, options: Options, definitions: &[Value]) -> Result<Self, ApiError> {
+        let front = Self::build(options, Some(Arc::clone(upstream)));
         for definition in definitions {
             front.write(definition, |state, resource, place, options| {
                 state.create(resource, place, definition.clone(), options)

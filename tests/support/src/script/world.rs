@@ -96,13 +96,12 @@ impl World {
     /// An API server with the project's own kinds, as after the chart was installed, and nothing that runs: the small one,
     /// or a real one.
     pub(super) fn new(archive: &Archive, seed: u64, faults: u8, real: Option<Arc<Upstream>>) -> anyhow::Result<Self> {
-        let definitions =
-            cistern_crds::all().into_iter().map(serde_json::to_value).collect::<Result<Vec<Value>, _>>()?;
+        let definitions = cistern_crds::all().iter().map(serde_json::to_value).collect::<Result<Vec<Value>, _>>()?;
         let server = match real {
             Some(upstream) => {
                 // It gives ages by the wall clock.
                 let options = Options { seed, epoch: jiff::Timestamp::now() };
-                ApiServer::in_front_of(upstream, options, &definitions)?
+                ApiServer::in_front_of(&upstream, options, &definitions)?
             }
             None => {
                 let server = ApiServer::new(Options { seed, ..Options::default() });

@@ -228,7 +228,7 @@ async fn patches_of_each_kind() {
     let found = server.get("node", "", "n1").unwrap();
     assert_eq!(
         found.pointer("/status/conditions"),
-        Some(&json!([{"type": "Ready", "status": "True"}, {"type": "NetworkUnavailable", "status": "False"}]))
+        Some(&json!([{"type": "NetworkUnavailable", "status": "False"}, {"type": "Ready", "status": "True"}]))
     );
     let custom = cilium_nodes(server.client_as("agent"));
     custom.create(&PostParams::default(), &cilium_node("n1", &json!({}))).await.unwrap();
@@ -563,4 +563,47 @@ async fn events_are_one_store_under_two_names() {
     let old: Api<Event> = Api::all(server.client_as("agent"));
     let found = old.list(&ListParams::default().fields("involvedObject.name=n1")).await.unwrap().items;
     assert_eq!(found.first().and_then(|event| event.message.as_deref()), Some("no block is free"));
+}
+
+// What the comparison with the real server (`tests/servers/requests`) has taught, in short.
+#[tokio::test(start_paused = true)]
+async fn what_kube_apiserver_refuses_is_refused() {
+    let server = server();
+    let create = |object: Value| server.create(&object).map(drop).map_err(|error| (error.code, error.message));
+    let refused = |outcome: Result<(), (u16, String)>, code: u16, what: &str| {
+        let (found, message) = outcome.unwrap_err();
+        assert!(found == code && message.contains(what), "{found} {message}");
+    };
+    let config = |name: &str, rest: Value| {
+        let mut map = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}});
+        map.as_object_mut().unwrap().extend(rest.as_object().unwrap().clone());
+        map
+    };
+    refused(create(config("a", json!({"data": {"not a key": ""}}))), 422, "data[not a key]");
+    refused(create(config("a", json!({"data": {"a": ""}, "binaryData": {"a": ""}}))), 422, "duplicate of key");
+    create(config("a", json!({"immutable": true, "data": {"a": "1"}}))).unwrap();
+    let patch = |kind: &str, name: &str, patch: Value| {
+        server.patch(kind, "", name, &patch).map_err(|error| (error.code, error.message))
+    };
+    refused(patch("configmap", "a", json!({"data": {"a": "2"}})), 422, "field is immutable");
+
+    create(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}, "spec": {"podCIDR": "10.1.0.0/24"}}))
+        .unwrap();
+    assert_eq!(server.get("node", "", "n").unwrap().pointer("/spec/podCIDRs/0"), Some(&json!("10.1.0.0/24")));
+    refused(patch("node", "n", json!({"spec": {"podCIDR": null, "podCIDRs": ["10.2.0.0/24"]}})), 422, "Forbidden");
+    let two = json!({"podCIDRs": ["10.1.0.0/24", "10.2.0.0/24"]});
+    refused(create(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "m"}, "spec": two})), 422, "family");
+
+    let event = |rest: Value| {
+        let mut event = json!({
+            "apiVersion": "events.k8s.io/v1", "kind": "Event", "metadata": {"name": "e"},
+            "eventTime": "2026-01-01T12:00:00.000000Z", "reportingController": "c", "reportingInstance": "i",
+            "action": "A", "reason": "R", "type": "Normal", "regarding": {},
+        });
+        event.as_object_mut().unwrap().extend(rest.as_object().unwrap().clone());
+        event
+    };
+    refused(create(event(json!({"eventTime": null}))), 422, "eventTime: Required value");
+    refused(create(event(json!({"type": "Odd"}))), 422, "invalid value: Odd");
+    create(event(json!({}))).unwrap();
 }

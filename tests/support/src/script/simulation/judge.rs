@@ -3,7 +3,8 @@
 //! A rule binds whoever can know what it is about. A leader can know what an object lists and what the operators' records
 //! hold: a block that stood in no record when its object was deleted (claimed and gone between two passes, or lost by a
 //! restored API server) rests for nobody. People may write what they want: who has a block that they wrote somewhere is
-//! for them to sort out.
+//! for them to sort out. So is a block that a machine heard of so late that it was no longer the machine's: its rest is
+//! shorter here than calls may take, and not in a cluster.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -40,6 +41,8 @@ pub(super) struct Judge {
     resting: Vec<Rest>,
     /// What people wrote into objects, by node.
     by_hand: BTreeSet<(String, Ipv4Net)>,
+    /// Blocks that machines heard of too late, by node.
+    late: BTreeSet<(String, Ipv4Net)>,
     /// Blocks by node in the operators' records: only what stands there, or in an object, can be known to a leader.
     recorded: BTreeMap<String, BTreeSet<Ipv4Net>>,
     /// Addresses of pods that run.
@@ -140,6 +143,10 @@ impl Judge {
     /// # Errors
     /// When it gave them from another before.
     pub(super) fn uses(&mut self, name: &str, block: Ipv4Net) -> Result<bool, String> {
+        let lists = self.listed.get(name).is_some_and(|listed| listed.contains(&block));
+        if self.used.get(name) != Some(&block) && !lists && !self.is_recorded(name, &block) {
+            self.late.insert((name.to_owned(), block));
+        }
         match self.used.insert(name.to_owned(), block) {
             Some(before) if before == block => Ok(false),
             Some(before)
@@ -194,9 +201,10 @@ impl Judge {
         self.resting.retain(|rest| rest.since <= backup);
     }
 
-    /// Whether people wrote into this object, or what it lists into another one: who has it is for them to sort out.
+    /// Whether people wrote into this object, or what it lists into another one, or a machine heard of that too late.
     pub(super) fn is_touched(&self, name: &str, listed: &BTreeSet<Ipv4Net>) -> bool {
-        self.by_hand.iter().any(|(node, written)| node == name || listed.iter().any(|block| overlap(written, block)))
+        let odd = self.by_hand.iter().chain(&self.late);
+        odd.into_iter().any(|(node, written)| node == name || listed.iter().any(|block| overlap(written, block)))
     }
 
     /// The block that a machine uses.
