@@ -64,7 +64,9 @@ impl Suite {
     /// When a build fails, the list has an entry that leaves out nothing, or `focus` matches nothing.
     pub fn new(release: &str, focus: Option<&Regex>, directory: &Path) -> Result<Self> {
         let binaries = Binaries::new(release)?;
-        fs::create_dir_all(directory).with_context(|| format!("make {}", directory.display()))?;
+        // The suite's processes work in other folders.
+        let directory = std::path::absolute(directory)?;
+        fs::create_dir_all(&directory).with_context(|| format!("make {}", directory.display()))?;
         let registries = directory.join("registries.yaml");
         fs::write(&registries, REGISTRIES.map(|name| format!("{name}: localhost\n")).concat())?;
         let list = output(Command::new(binaries.find("e2e.test")?).arg("--list-tests"), "e2e.test --list-tests")?;
@@ -77,7 +79,7 @@ impl Suite {
             selection.focus(focus)?;
         }
         say(format_args!("{} specs are run, {} left out", selection.chosen.len(), selection.left_out()));
-        Ok(Self { binaries, selection, directory: directory.to_owned(), registries })
+        Ok(Self { binaries, selection, directory, registries })
     }
 
     /// Runs the chosen specs in a cluster, and prints what became of them. Whether all of them passed.
