@@ -2,7 +2,6 @@
 
 use anyhow::{Context, Result, ensure};
 use cistern_tests::cluster::{self, Cluster, Ipam, Machine, Spec, wait_for};
-use ipnet::Ipv4Net;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
