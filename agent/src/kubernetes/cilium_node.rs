@@ -5,8 +5,8 @@
 
 use super::{AGENT, KubernetesError, Leadership, OPERATOR, write};
 use crate::reconciler::Operations;
-use crate::tables::{Followed, Reader, Snapshot};
 use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeAddress, OwnCiliumNode, PoolRow};
+use crate::tables::{Followed, Reader, Snapshot};
 use cistern_crds::CiliumNode;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client, ResourceExt};

@@ -118,9 +118,8 @@ impl Judge {
             }
         }
         let ours = |other: &String, theirs: &Ipv4Net| !self.by_hand.contains(&(other.clone(), *theirs));
-        let known = |other: &String, theirs: &Ipv4Net| {
-            self.listed.contains_key(other) || self.is_recorded(other, theirs)
-        };
+        let known =
+            |other: &String, theirs: &Ipv4Net| self.listed.contains_key(other) || self.is_recorded(other, theirs);
         if let Some((other, theirs)) = self.used.iter().find(|(other, theirs)| {
             *other != name && overlap(theirs, block) && ours(other, theirs) && known(other, theirs)
         }) {

@@ -691,7 +691,8 @@ impl Story {
             return Err(format!("blocks rest: {}", resting.unwrap_or_default()));
         }
         let free = self.all_blocks().into_iter().filter(|block| !taken.contains(block)).count();
-        if free > 0 && !full.is_empty() && !self.nodes.keys().any(|name| self.judge.is_touched(name, &BTreeSet::new())) {
+        if free > 0 && !full.is_empty() && !self.nodes.keys().any(|name| self.judge.is_touched(name, &BTreeSet::new()))
+        {
             return Err(format!("{full:?} are told that the pool is full, and {free} blocks are free"));
         }
         Ok(())
