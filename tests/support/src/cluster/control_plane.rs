@@ -23,7 +23,8 @@ const INSTALLED: [&str; 6] =
     ["CustomResourceDefinition", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"];
 
 /// Runs what follows until the end of its input: the kernel closes that when whoever started it ends, however it does.
-const UNTIL_END_OF_INPUT: &str = r#""$@" & child=$!; read -r _; kill -9 "$child"; wait"#;
+/// A signal to all of them at once ends it, too: left to itself, kube-apiserver waits for an etcd that is gone.
+const UNTIL_END_OF_INPUT: &str = r#"trap : HUP INT TERM; "$@" & child=$!; read -r _; kill -9 "$child"; wait"#;
 
 /// A running control plane. It ends when it is dropped, or with this process.
 pub struct ControlPlane {
