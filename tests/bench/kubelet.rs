@@ -10,10 +10,8 @@ use cistern_tests::cluster::{self, Cluster, Machine, Spec};
 const ROUNDS: usize = 30;
 const OURS: &str = "node-1";
 const REFERENCE: &str = "node-2";
-const CONFLIST: &str = r#"{"cniVersion": "1.0.0", "name": "reference", "plugins": [
-    {"type": "ptp", "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.99.2.0/24"}]],
-                             "routes": [{"dst": "0.0.0.0/0"}]}},
-    {"type": "portmap", "capabilities": {"portMappings": true}}]}"#;
+/// Addresses of the pods of [`REFERENCE`].
+const BLOCK: &str = "10.99.2.0/24";
 const POD: &str = "\
 apiVersion: v1
 kind: Pod
@@ -57,7 +55,8 @@ fn measure(image: &str) -> Result<(Vec<Waited>, Vec<Waited>)> {
     let cluster = Cluster::up(&Spec::default())?;
     cluster.load(image)?;
     cluster.kubectl(&["label", "node", OURS, "bench=cistern"])?;
-    cluster.machine(REFERENCE)?.write("/etc/cni/net.d/10-reference.conflist", CONFLIST.as_bytes())?;
+    let conflist = cluster::reference_conflist(BLOCK);
+    cluster.machine(REFERENCE)?.write("/etc/cni/net.d/10-reference.conflist", conflist.as_bytes())?;
     cluster.install_cistern(&["nodeSelector.bench=cistern".to_owned()])?;
     cluster.wait_ready()?;
     let mut times = (Vec::new(), Vec::new());

@@ -162,7 +162,8 @@ fn install_components(workspace: &Workspace) -> Result<()> {
     Ok(())
 }
 
-/// What builds Helm for the tests of the chart, and Kubernetes for the cluster. Not everybody needs it, so its lack is told and no failure.
+/// What builds Helm for the tests of the chart, and Kubernetes for the cluster. Not everybody needs it, so its lack is told
+/// and no failure.
 fn install_go(packages: &mut Packages) -> Result<()> {
     if process::output(Command::new("go").arg("version")).is_ok_and(|said| go_minor(&said) >= Some(OLDEST_GO)) {
         return Ok(());

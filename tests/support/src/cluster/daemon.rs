@@ -216,7 +216,9 @@ fn kube_proxy(name: &str) -> String {
     )
 }
 
-fn reference_conflist(block: &str) -> String {
+/// The network configuration of a node with `ptp` and `host-local`, whose pods get addresses of `block`.
+#[must_use]
+pub fn reference_conflist(block: &str) -> String {
     let conflist = serde_json::json!({
         "cniVersion": "1.0.0",
         "name": "reference",

@@ -47,7 +47,7 @@ mod state;
 mod story;
 
 pub use conformance::Suite;
-pub use daemon::Daemon;
+pub use daemon::{Daemon, reference_conflist};
 pub use machine::{Machine, Segment};
 pub use spec::{
     CONTROL, Cni, DNS_SERVICE, Ipam, KUBERNETES_SERVICE, OUTSIDE, POD_NETWORK, SERVICE_NETWORK, Spec, minor_release,
