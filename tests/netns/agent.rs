@@ -192,7 +192,7 @@ impl Agent {
         let runtime = Runtime::new().unwrap();
         let pool = Table::new("pool");
         let pod_cidr = "10.244.1.0/29".parse().unwrap();
-        pool.publish(BTreeMap::from([((), PoolRow { pod_cidr, blocked: None })]));
+        pool.publish(BTreeMap::from([((), PoolRow::new(pod_cidr))]));
         let network = Table::new("network");
         network.publish(BTreeMap::from([((), NetworkRow::default())]));
         let peers = Table::new("peers");

@@ -11,7 +11,7 @@ use crate::api::{http, server};
 use crate::clock::Clock;
 use crate::controllers::{endpoint, ipam_node, masquerade, node, notices as tell, peers, routes};
 use crate::files;
-use crate::kubernetes::cilium_node::OwnNode;
+use crate::kubernetes::cilium_node::{self, OwnNode};
 use crate::kubernetes::client::Client;
 use crate::kubernetes::node::Annotations;
 use crate::kubernetes::node_condition::NodeConditions;
@@ -158,12 +158,12 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let own = watches::Which::Named(name.clone());
     let watch = (client.clone(), waits.clone(), token.clone());
     let (c, w, t) = watch.clone();
-    tasks.spawn_loop("watch node", watches::run("node", c, own, Arc::clone(&nodes), views::node, w, t));
+    tasks.spawn_loop("watch node", watches::run("node", c, own, Arc::clone(&nodes), views::NODES, w, t));
     let (c, w, t) = watch;
-    let all = watches::Which::All;
+    let all = watches::Which::AllOf(name.clone());
     tasks.spawn_loop(
         "watch ciliumnodes",
-        watches::run("ciliumnodes", c, all, Arc::clone(&cilium_nodes), views::cilium_node, w, t),
+        watches::run("ciliumnodes", c, all, Arc::clone(&cilium_nodes), views::CILIUM_NODES, w, t),
     );
     tasks.spawn("network", (targets.network)(Arc::clone(&network), token.clone()));
     if settings.enable_ip_masq_agent {
@@ -199,6 +199,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
                 mode: settings.ipam,
                 require_ipv6: settings.require_ipv6_pod_cidr,
                 peers: peers.reader(),
+                cilium_nodes: cilium_nodes.reader(),
                 network: network.reader(),
                 nodes: nodes.reader(),
                 held: held.reader(),
@@ -255,8 +256,13 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let write = events::run(client.clone(), reporter, notices.reader(), cilium_nodes.reader(), clock, token.clone());
     tasks.spawn_loop("write events", write);
     if settings.auto_create_cilium_node {
-        let nodes = cilium_nodes.reader();
-        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), nodes, pool.reader(), mirror));
+        let sources = cilium_node::Sources {
+            seen: cilium_nodes.reader(),
+            nodes: nodes.reader(),
+            pool: pool.reader(),
+            held: held.reader(),
+        };
+        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), sources, mirror));
         tasks.spawn_loop("write own CiliumNode", reconcile.run("own CiliumNode", target, own_node.reader()));
     }
     if settings.annotate_k8s_node {

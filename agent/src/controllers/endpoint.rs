@@ -11,7 +11,7 @@
 
 use crate::clock::Clock;
 use crate::tables::findings::{Findings, Found};
-use crate::tables::rows::{NetworkRow, NodeRow, PeerRow, PoolRow};
+use crate::tables::rows::{HeldRow, NetworkRow, NodeRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ip::Family;
 use cistern_core::ipam::audit::{self, Audit, HostLink, Namespace, Seen};
@@ -23,7 +23,7 @@ use cistern_core::ipam::lease::{
 use cistern_core::ipam::node::host_scope;
 use cistern_core::ipam::node::pod_cidr::{Addresses, Usage};
 use cistern_core::masquerade::plan::EndpointEntry;
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net};
 use jiff::{SignedDuration, Timestamp};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
@@ -285,8 +285,8 @@ pub struct Parts {
     pub router: Arc<Table<Ipv4Addr, ()>>,
     /// Gets the pods whose interface exists.
     pub endpoints: Arc<Table<Ipv4Addr, EndpointEntry>>,
-    /// Gets whether anybody holds an address.
-    pub held: Arc<Table<(), bool>>,
+    /// Gets whether anybody holds an address, and where a new one would come from.
+    pub held: Arc<Table<(), HeldRow>>,
     /// What is waited for: here, a disk that refuses.
     pub waits: Waits,
     /// What the audit finds.
@@ -307,6 +307,8 @@ struct Task {
     next_audit: Timestamp,
     /// Host sides of pods' pairs, by name.
     links: BTreeMap<String, HostLink>,
+    /// Where a new address comes from.
+    giving: Option<Ipv4Net>,
     parts: Parts,
 }
 
@@ -328,7 +330,8 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
         tracing::warn!(reason = %finding, "finding about pod leases");
     }
     let (audit, links) = (Audit::default(), BTreeMap::new());
-    let mut task = Task { leases, owed: Owed::default(), retry: None, audit, next_audit: now, links, parts };
+    let mut task =
+        Task { leases, owed: Owed::default(), retry: None, audit, next_audit: now, links, giving: None, parts };
     task.owed.extend(changes);
     if task.parts.rebooted {
         let there = |netns: &str| (task.parts.namespace)(netns) == Namespace::There;
@@ -421,7 +424,12 @@ impl Task {
         let seen = self.parts.network.snapshot();
         self.links = seen.rows.get(&()).map(host_links).unwrap_or_default();
         let network = self.network(&seen.rows);
-        let blocked = self.parts.pool.snapshot().rows.get(&()).and_then(|row| row.blocked.clone());
+        let pool = self.parts.pool.snapshot();
+        let pool = pool.rows.get(&());
+        let leaving =
+            pool.filter(|row| row.leaving).map(|row| format!("{} is being left for another pod CIDR", row.pod_cidr));
+        let blocked = pool.and_then(|row| row.blocked.clone()).or(leaving);
+        self.giving = pool.filter(|_| blocked.is_none()).map(|row| row.pod_cidr);
         self.leases.hold_back(blocked.or_else(|| (!seen.synced).then(|| NETWORK_UNKNOWN.to_owned())));
         let draw = (self.parts.draw)();
         let Outcome { answer, changes } = self.leases.set_network(network, self.parts.clock.now(), draw);
@@ -696,7 +704,8 @@ impl Task {
             return;
         }
         let unrecorded = self.unrecorded();
-        self.parts.held.publish(BTreeMap::from([((), self.leases.holds_any() || !unrecorded.is_empty())]));
+        let any = self.leases.holds_any() || !unrecorded.is_empty();
+        self.parts.held.publish(BTreeMap::from([((), HeldRow { any, giving: self.giving })]));
         let unrecorded = unrecorded.into_iter().map(|(address, (_, ifindex))| (address, entry(ifindex)));
         let leased = self.leases.pods().filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
             (LeaseState::Confirmed { interface, .. }, Some(address)) => Some((address, endpoint(interface)?)),

@@ -42,8 +42,12 @@ pub const PASS: Duration = Duration::from_secs(1);
 const RECORDS_RETRY: Duration = Duration::from_secs(2);
 
 /// After a doubt about what earlier leaders wrote, no block is given for this long that its node did not have: agents
-/// list their blocks again meanwhile.
-pub const SETTLE: Duration = Duration::from_secs(60);
+/// list their blocks again meanwhile. Longer than a watch stays open that tells nothing any more.
+pub const SETTLE: Duration = Duration::from_secs(120);
+
+/// Where nothing is recorded, a CiliumNode of this age is older than its cluster's first leader: an API server that went
+/// back to before there was one looks so, too.
+const OLD: Duration = Duration::from_secs(120);
 
 const WAIT: &str = "block records";
 
@@ -73,10 +77,41 @@ pub async fn run<R: BlockRecords>(
     let mut ledger = Ledger::take_over(&settings, &recorded, clock.now());
     // What was durable once, even where somebody put something else in its place.
     let mut known = recorded.clone();
+    let mut followed = None;
+    let mut read_again = false;
+    // Records that were not what this leader knew are a doubt as well.
+    let mut surprised: Option<Instant> = None;
     loop {
         let begun = Instant::now();
         let snapshot = cilium_nodes.synced().await;
-        let settled_at = doubted.borrow_and_update().map(|at| at + SETTLE).filter(|at| *at > begun);
+        match followed {
+            None if recorded == Records::default() && has_old(&snapshot.rows, clock.now()) => surprised = Some(begun),
+            Some(then) => read_again |= !snapshot.followed.is_same_list(then),
+            None => {}
+        }
+        followed = Some(snapshot.followed);
+        // A server that went back to an older state has older records, too.
+        read_again |= doubted.has_changed().unwrap_or_default();
+        let doubt = (*doubted.borrow_and_update()).max(surprised);
+        if read_again {
+            match store.read().await {
+                Ok(now) => {
+                    read_again = false;
+                    if now != recorded {
+                        surprised = Some(begun);
+                        (known, ledger) = replaced(&settings, now.clone(), &known, &clock);
+                        recorded = now;
+                        continue;
+                    }
+                }
+                Err(reason) => {
+                    waits.begin(WAIT, reason, Some(RECORDS_RETRY));
+                    tokio::time::sleep(RECORDS_RETRY).await;
+                    continue;
+                }
+            }
+        }
+        let settled_at = doubt.map(|at| at + SETTLE).filter(|at| *at > begun);
         let input = input(&snapshot.rows, settled_at.is_none());
         let Plan { nodes, records, ledger: next } = plan(&input, ledger, clock.now());
         ledger = next;
@@ -93,14 +128,16 @@ pub async fn run<R: BlockRecords>(
                     false
                 }
                 Err(NotWritten::Replaced(now)) => {
-                    tracing::warn!("block records were replaced by somebody else; planning anew with both");
-                    known = now.clone().adopt(&known);
+                    surprised = Some(begun);
+                    (known, ledger) = replaced(&settings, now.clone(), &known, &clock);
                     recorded = now;
-                    ledger = Ledger::take_over(&settings, &known, clock.now());
                     continue;
                 }
             },
-            Some(_) => true,
+            Some(_) => {
+                waits.end(WAIT);
+                true
+            }
             None => false,
         };
         if durable {
@@ -139,6 +176,19 @@ pub async fn run<R: BlockRecords>(
             tokio::time::sleep(RECORDS_RETRY).await;
         }
     }
+}
+
+/// What is known, and the ledger that follows, after somebody put `now` in the place of what was recorded.
+fn replaced(settings: &Settings, now: Records, known: &Records, clock: &Clock) -> (Records, Ledger) {
+    tracing::warn!("block records were replaced by somebody else; planning anew with both");
+    let known = now.adopt(known);
+    let ledger = Ledger::take_over(settings, &known, clock.now());
+    (known, ledger)
+}
+
+fn has_old(rows: &BTreeMap<String, CiliumNodeRow>, now: Timestamp) -> bool {
+    let age = |row: &CiliumNodeRow| Duration::try_from(now.duration_since(row.created?)).ok();
+    rows.values().filter_map(age).any(|age| age > OLD)
 }
 
 const LONGEST: Duration = Duration::from_secs(3600);

@@ -1,10 +1,12 @@
 //! Where this node's pods get their addresses from.
 
 use crate::tables::findings::{Findings, Found};
-use crate::tables::rows::{NetworkRow, NodeRow, PeerRow, PoolRow};
+use crate::tables::rows::lists_of;
+use crate::tables::rows::{CiliumNodeRow, HeldRow, NetworkRow, NodeRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
-use cistern_core::ipam::node::host_scope::{Choice, NodeCidrs, choose};
+use cistern_core::ipam::node::host_scope::NodeCidrs;
 use cistern_core::ipam::node::pod_cidr::contested;
+use cistern_core::ipam::node::{cluster_pool, host_scope};
 use cistern_core::ipam::{Overlap, find_overlaps};
 use cistern_core::settings::IpamMode;
 use ipnet::{IpNet, Ipv4Net};
@@ -22,12 +24,14 @@ pub struct Inputs {
     pub require_ipv6: bool,
     /// Every node of the cluster.
     pub peers: Reader<String, PeerRow>,
+    /// The CiliumNodes as the API server tells of them: unlike `peers`, nothing is known of them at a start.
+    pub cilium_nodes: Reader<String, CiliumNodeRow>,
     /// Devices and routes of this node.
     pub network: Reader<(), NetworkRow>,
     /// This node's Node.
     pub nodes: Reader<String, NodeRow>,
     /// Whether anybody holds an address of this node.
-    pub held: Reader<(), bool>,
+    pub held: Reader<(), HeldRow>,
     /// `cluster-pool-ipv4-cidr`; empty where only the operator is told.
     pub ranges: Vec<Ipv4Net>,
 }
@@ -39,7 +43,8 @@ struct Input<'a> {
     peers: &'a BTreeMap<String, PeerRow>,
     network: &'a NetworkRow,
     /// What is served now.
-    current: Option<Ipv4Net>,
+    current: Option<&'a PoolRow>,
+    held: HeldRow,
     source: Source<'a>,
 }
 
@@ -47,9 +52,14 @@ struct Input<'a> {
 #[derive(Debug)]
 enum Source<'a> {
     /// Its CiliumNode.
-    CiliumNode,
+    CiliumNode {
+        /// Every CiliumNode; none before the API server has told.
+        all: Option<&'a BTreeMap<String, CiliumNodeRow>>,
+        /// UID of the Node, where it is known.
+        node_uid: Option<&'a str>,
+    },
     /// Its Node.
-    Node { row: Option<&'a NodeRow>, require_ipv6: bool, held: bool },
+    Node { row: Option<&'a NodeRow>, require_ipv6: bool },
 }
 
 /// Follows the nodes and publishes the pool. A wait of this name says why there is none, or why it is another one than
@@ -66,28 +76,33 @@ pub async fn run(mut inputs: Inputs, pool: Arc<Table<(), PoolRow>>, waits: Waits
             IpamMode::ClusterPool => inputs.nodes.snapshot(),
             IpamMode::Kubernetes => inputs.nodes.synced().await,
         };
+        let cilium_nodes = inputs.cilium_nodes.snapshot();
+        let node = nodes.rows.get(&inputs.node);
         let source = match inputs.mode {
-            IpamMode::ClusterPool => Source::CiliumNode,
-            IpamMode::Kubernetes => Source::Node {
-                row: nodes.rows.get(&inputs.node),
-                require_ipv6: inputs.require_ipv6,
-                // Before the leases are read, every address may be in use.
-                held: inputs.held.snapshot().rows.get(&()).copied().unwrap_or(true),
+            IpamMode::ClusterPool => Source::CiliumNode {
+                all: cilium_nodes.synced.then_some(&cilium_nodes.rows),
+                node_uid: node.map(|row| row.uid.as_str()),
             },
+            IpamMode::Kubernetes => Source::Node { row: node, require_ipv6: inputs.require_ipv6 },
         };
-        let current = pool.snapshot().rows.get(&()).map(|row| row.pod_cidr);
-        let input = Input { node: &inputs.node, peers: &peers.rows, network: &network_row, current, source };
-        let Planned { row, wait } = plan(&input);
+        let held = inputs.held.snapshot().rows.get(&()).copied().unwrap_or(HeldRow::UNKNOWN);
+        let before = pool.snapshot();
+        let current = before.rows.get(&());
+        let Planned { row, wait } =
+            plan(&Input { node: &inputs.node, peers: &peers.rows, network: &network_row, current, held, source });
         match wait {
             Some(reason) => waits.begin(WAIT, reason, None),
             None => waits.end(WAIT),
         }
-        if let Some(row) = row {
-            if inputs.mode == IpamMode::Kubernetes && current != Some(row.pod_cidr) {
-                let pod_cidr = row.pod_cidr;
-                tracing::info!(node = inputs.node, block = %pod_cidr, "Retrieved local node information from kubernetes Node");
+        match (current.map(|row| row.pod_cidr), row.as_ref().map(|row| row.pod_cidr)) {
+            (before, Some(block)) if before != Some(block) && inputs.mode == IpamMode::Kubernetes => {
+                tracing::info!(node = inputs.node, %block, "Retrieved local node information from kubernetes Node");
             }
-            pool.publish(BTreeMap::from([((), row)]));
+            (Some(block), None) => tracing::warn!(node = inputs.node, %block, "this node has no block any more"),
+            _ => {}
+        }
+        if row.is_some() || current.is_some() {
+            pool.publish(row.map(|row| ((), row)).into_iter().collect());
         }
         let in_use = pool.snapshot().rows.get(&()).map(|row| row.pod_cidr);
         let ranges: &[Ipv4Net] = if inputs.mode == IpamMode::ClusterPool { &inputs.ranges } else { &[] };
@@ -96,6 +111,7 @@ pub async fn run(mut inputs: Inputs, pool: Arc<Table<(), PoolRow>>, waits: Waits
             biased;
             () = inputs.peers.changed() => {}
             () = inputs.network.changed() => {}
+            () = inputs.cilium_nodes.changed() => {}
             () = inputs.nodes.changed() => {}
             () = inputs.held.changed() => {}
         }
@@ -123,31 +139,35 @@ fn elsewhere(node: &str, pod_cidr: Ipv4Net, ranges: &[Ipv4Net]) -> Option<Found>
 /// The pool, and what is waited for.
 #[derive(Debug, PartialEq)]
 struct Planned {
-    /// None leaves the pool as it is: an object that was deleted or emptied takes nothing from pods (`ipam` decision 11).
+    /// An object that was deleted or emptied takes nothing from pods (`ipam` decision 11).
     row: Option<PoolRow>,
     wait: Option<String>,
 }
 
 fn plan(input: &Input<'_>) -> Planned {
-    let Choice { pod_cidr, wait } = match &input.source {
-        Source::CiliumNode => {
-            let pod_cidr = input.peers.get(input.node).and_then(|peer| peer.pod_cidrs.first().copied());
-            let wait = pod_cidr.or(input.current).is_none().then(|| {
-                format!(
-                    "required IPv4 PodCIDR not available: CiliumNode {:?} has no IPv4 prefix in spec.ipam.podCIDRs yet; in \
-                     mode cluster-pool the operator writes it (see status.ipam.operator-status.error of the object, and \
-                     whether an operator leads)",
-                    input.node
-                )
-            });
-            Choice { pod_cidr, wait }
+    let (row, wait) = match &input.source {
+        Source::CiliumNode { all, node_uid } => {
+            let served = input.current.map(PoolRow::served);
+            let lists = all.map(lists_of);
+            let choice = cluster_pool::choose_among(input.node, served.as_ref(), lists, *node_uid, input.held.any);
+            (choice.served.map(PoolRow::from), choice.wait)
         }
-        Source::Node { row, require_ipv6, held } => {
+        Source::Node { row, require_ipv6 } => {
             let told = row.map(|row| NodeCidrs::read(&row.pod_cidrs, &row.annotations));
-            choose(input.node, input.current, told.as_ref(), *require_ipv6, *held)
+            let current = input.current.map(|row| row.pod_cidr);
+            let choice = host_scope::choose(input.node, current, told.as_ref(), *require_ipv6, input.held.any);
+            (choice.pod_cidr.map(PoolRow::new), choice.wait)
         }
     };
-    let row = pod_cidr.map(|pod_cidr| PoolRow { pod_cidr, blocked: blocked(input, pod_cidr) });
+    // Nothing was held a moment ago. Before another block takes its place, whoever gives addresses must have heard of it,
+    // so that nothing will be.
+    if let Some(current) = input.current
+        && row.as_ref().map(|row| row.pod_cidr) != Some(current.pod_cidr)
+        && input.held.giving == Some(current.pod_cidr)
+    {
+        return Planned { row: Some(PoolRow { leaving: true, ..current.clone() }), wait };
+    }
+    let row = row.map(|row| PoolRow { blocked: blocked(input, row.pod_cidr), ..row });
     let blocked = row.as_ref().and_then(|row| row.blocked.clone());
     Planned { row, wait: blocked.or(wait) }
 }
@@ -164,7 +184,7 @@ fn blocked(input: &Input<'_>, pod_cidr: Ipv4Net) -> Option<String> {
     }
     let overlap = overlaps_of(input.network, &[pod_cidr]).into_iter().next()?;
     let fix = match input.source {
-        Source::CiliumNode => {
+        Source::CiliumNode { .. } => {
             "set cluster-pool-ipv4-cidr to a range that no node uses and delete this node's CiliumNode"
         }
         Source::Node { .. } => "give the Nodes pod CIDRs of a range that no node uses (--cluster-cidr)",
@@ -220,17 +240,43 @@ mod tests {
 
     fn of_cilium_node(node: &str, peers: &BTreeMap<String, PeerRow>) -> Planned {
         let network = network("172.29.8.20/24");
-        plan(&Input { node, peers, network: &network, current: None, source: Source::CiliumNode })
+        let rows: BTreeMap<String, CiliumNodeRow> = peers
+            .iter()
+            .map(|(name, peer)| {
+                let pod_cidrs = peer.pod_cidrs.iter().map(ToString::to_string).collect();
+                (name.clone(), CiliumNodeRow { pod_cidrs, ..CiliumNodeRow::default() })
+            })
+            .collect();
+        let source = Source::CiliumNode { all: Some(&rows), node_uid: None };
+        plan(&Input { node, peers, network: &network, current: None, held: HeldRow::UNKNOWN, source })
     }
 
     #[test]
     fn the_first_pod_cidr_is_the_pool() {
         let peers = peers(&[("n1", &["10.244.1.0/24", "10.244.9.0/24"]), ("n2", &["10.244.2.0/24"])]);
-        let row = PoolRow { pod_cidr: "10.244.1.0/24".parse().unwrap(), blocked: None };
+        let row = PoolRow { confirmed: true, ..PoolRow::new("10.244.1.0/24".parse().unwrap()) };
         assert_eq!(of_cilium_node("n1", &peers), Planned { row: Some(row), wait: None });
         let unknown = of_cilium_node("n3", &peers);
         assert_eq!(unknown.row, None);
         assert!(unknown.wait.unwrap().contains("operator"));
+    }
+
+    #[test]
+    fn a_pod_cidr_is_left_only_when_no_address_of_it_can_be_given_any_more() {
+        let network = network("172.29.8.20/24");
+        let node = NodeRow { pod_cidrs: vec!["10.201.9.0/24".into()], ..NodeRow::default() };
+        let (old, new) = ("10.201.3.0/24".parse().unwrap(), "10.201.9.0/24".parse().unwrap());
+        let planned = |current: &PoolRow, held: HeldRow| {
+            let source = Source::Node { row: Some(&node), require_ipv6: false };
+            let peers = BTreeMap::new();
+            plan(&Input { node: "n1", peers: &peers, network: &network, current: Some(current), held, source }).row
+        };
+        let leaving = PoolRow { leaving: true, ..PoolRow::new(old) };
+        assert_eq!(planned(&PoolRow::new(old), HeldRow { any: false, giving: Some(old) }), Some(leaving.clone()));
+        assert_eq!(planned(&leaving, HeldRow { any: false, giving: Some(old) }), Some(leaving.clone()));
+        assert_eq!(planned(&leaving, HeldRow { any: false, giving: None }), Some(PoolRow::new(new)));
+        // An address was given meanwhile.
+        assert_eq!(planned(&leaving, HeldRow { any: true, giving: None }), Some(PoolRow::new(old)));
     }
 
     #[test]
@@ -280,7 +326,8 @@ mod tests {
             peers: &peers,
             network: &network,
             current: None,
-            source: Source::Node { row: Some(&node), require_ipv6: false, held: false },
+            held: HeldRow::UNKNOWN,
+            source: Source::Node { row: Some(&node), require_ipv6: false },
         });
         let row = planned.row.unwrap();
         assert_eq!(row.pod_cidr, "10.201.3.0/24".parse().unwrap());

@@ -128,7 +128,7 @@ mod tests {
     use std::sync::Arc;
 
     fn pool(cidr: &str, blocked: Option<&str>) -> PoolRow {
-        PoolRow { pod_cidr: cidr.parse().unwrap(), blocked: blocked.map(str::to_owned) }
+        PoolRow { blocked: blocked.map(str::to_owned), ..PoolRow::new(cidr.parse().unwrap()) }
     }
 
     #[test]

@@ -152,7 +152,7 @@ mod tests {
             ("n2".to_owned(), peer("172.29.8.21", "10.244.2.0/24")),
             ("n3".to_owned(), peer("198.51.100.3", "10.244.3.0/24")),
         ]);
-        let pool = PoolRow { pod_cidr: "10.244.1.0/24".parse().unwrap(), blocked: None };
+        let pool = PoolRow::new("10.244.1.0/24".parse().unwrap());
         let mut input = Input { node: "n1", direct: true, peers: &peers, pool: Some(&pool), network: &network() };
         let planned = plan(&input);
         assert_eq!(
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn a_node_that_claims_this_nodes_block_does_not_get_its_traffic() {
         let peers = BTreeMap::from([("n2".to_owned(), peer("172.29.8.21", "10.244.1.0/24"))]);
-        let pool = PoolRow { pod_cidr: "10.244.1.0/24".parse().unwrap(), blocked: None };
+        let pool = PoolRow::new("10.244.1.0/24".parse().unwrap());
         let planned = plan(&Input { node: "n1", direct: true, peers: &peers, pool: Some(&pool), network: &network() });
         assert_eq!(planned.routes["10.244.1.0/24".parse::<Ipv4Net>().as_ref().unwrap()], RouteTarget::Unreachable);
     }

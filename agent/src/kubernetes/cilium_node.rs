@@ -5,8 +5,10 @@
 
 use super::{AGENT, KubernetesError, Leadership, OPERATOR, write};
 use crate::reconciler::Operations;
-use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeAddress, OwnCiliumNode, PoolRow};
+use crate::tables::rows::lists_of;
+use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, HeldRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow};
 use crate::tables::{Followed, Reader, Snapshot};
+use cistern_core::ipam::node::cluster_pool;
 use cistern_crds::CiliumNode;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client, ResourceExt};
@@ -38,41 +40,74 @@ impl<V> Written<V> {
     }
 }
 
+/// What the agent's own object follows from, beside what it shall say.
+#[derive(Debug)]
+pub struct Sources {
+    /// The CiliumNodes.
+    pub seen: Reader<String, CiliumNodeRow>,
+    /// This node's Node.
+    pub nodes: Reader<String, NodeRow>,
+    /// Where this node's pods get their addresses from.
+    pub pool: Reader<(), PoolRow>,
+    /// Whether anybody holds an address of this node.
+    pub held: Reader<(), HeldRow>,
+}
+
 /// The agent's own object.
 #[derive(Debug)]
 pub struct OwnNode {
     api: Api<CiliumNode>,
     name: String,
-    seen: Reader<String, CiliumNodeRow>,
-    pool: Reader<(), PoolRow>,
+    sources: Sources,
     mirror: bool,
     written: Option<Written<OwnCiliumNode>>,
     /// When the object was made last.
     made: Option<Instant>,
+    /// When its blocks were written last.
+    listed: Option<Instant>,
 }
 
 /// The object is made at most this often: garbage collection deletes it at once while its owner is a Node that is gone,
-/// and this agent may not have heard of that yet.
+/// and this agent may not have heard of that yet. Blocks that somebody takes off its list are written there at most as
+/// often.
 const MADE_ANEW: Duration = Duration::from_secs(10);
 
-impl OwnNode {
-    /// Writes the object `name`, and reads it back from `seen`. An object that is made anew, or that lists no block, claims
-    /// the one of `pool` (`ipam` decision 11): whoever gives blocks may not know of it any more. With `mirror` the
-    /// object's block is kept equal to that one.
-    #[must_use]
-    pub fn new(
-        client: Client,
-        name: String,
-        seen: Reader<String, CiliumNodeRow>,
-        pool: Reader<(), PoolRow>,
-        mirror: bool,
-    ) -> Self {
-        Self { api: Api::all(client), name, seen, pool, mirror, written: None, made: None }
-    }
+/// How long it is until [`MADE_ANEW`] after a moment; none when that is over.
+fn too_soon(after: Option<Instant>) -> Option<Duration> {
+    let left = (after? + MADE_ANEW).checked_duration_since(Instant::now())?;
+    (!left.is_zero()).then_some(left)
 }
 
-fn texts<T: ToString>(values: impl IntoIterator<Item = T>) -> Vec<String> {
-    values.into_iter().map(|value| value.to_string()).collect()
+impl OwnNode {
+    /// Writes the object `name`. One that is made anew, or that does not list what pods have addresses of, claims the
+    /// block of the pool (`ipam` decision 11): whoever gives blocks may not know of it any more. With `mirror` the object's
+    /// block is kept equal to that one.
+    #[must_use]
+    pub fn new(client: Client, name: String, sources: Sources, mirror: bool) -> Self {
+        Self { api: Api::all(client), name, sources, mirror, written: None, made: None, listed: None }
+    }
+
+    /// What the list of blocks has to become; none when it is as it shall be, or when it is not known yet what is served.
+    fn list(&self, snapshot: &Snapshot<String, CiliumNodeRow>) -> Option<Vec<String>> {
+        let pool = self.sources.pool.peek();
+        let pool = pool.rows.get(&())?;
+        let listed = snapshot.rows.get(&self.name).map(|row| row.pod_cidrs.as_slice()).unwrap_or_default();
+        if self.mirror {
+            let mirrored = vec![pool.pod_cidr.to_string()];
+            return (listed != mirrored).then_some(mirrored);
+        }
+        // Whoever serves the block decides from the same rows, perhaps a moment later; what it has not done yet is not
+        // written.
+        let held = self.sources.held.peek().rows.get(&()).copied().unwrap_or(HeldRow::UNKNOWN).any;
+        let nodes = self.sources.nodes.peek();
+        let node_uid = nodes.rows.get(&self.name).map(|row| row.uid.as_str());
+        let (served, lists) = (pool.served(), lists_of(&snapshot.rows));
+        let choice = cluster_pool::choose_among(&self.name, Some(&served), Some(lists), node_uid, held);
+        choice
+            .served
+            .filter(|served| served.block == pool.pod_cidr)
+            .and_then(|served| cluster_pool::list(listed, &served))
+    }
 }
 
 fn addresses(addresses: &[NodeAddress]) -> Value {
@@ -89,24 +124,26 @@ impl Operations for OwnNode {
     type Error = KubernetesError;
 
     async fn update(&mut self, name: &String, value: &OwnCiliumNode) -> Result<(), KubernetesError> {
-        let snapshot = self.seen.synced().await;
+        let snapshot = self.sources.seen.peek();
         let mut metadata = Map::from_iter([("name".to_owned(), json!(name))]);
-        let claim = texts(self.pool.snapshot().rows.values().map(|pool| pool.pod_cidr));
+        // These rows may not tell yet of what was written last.
+        let pending = self.written.as_ref().is_some_and(|written| written.is_newer_than(&snapshot));
+        let list = if pending { None } else { self.list(&snapshot) };
         // Without a Node there is nothing to say about owners, and those that somebody else named stay.
         if let Some(owner) = &value.owner {
             metadata.insert("ownerReferences".to_owned(), owner_references(owner));
         }
         let written = match snapshot.rows.get(name) {
             None => {
-                let earliest = self.made.map(|made| made + MADE_ANEW);
-                if let Some(retry_after) = earliest.and_then(|at| at.checked_duration_since(Instant::now()))
-                    && !retry_after.is_zero()
-                {
+                if let Some(retry_after) = too_soon(self.made) {
                     return Err(KubernetesError::Vanished { kind: KIND, name: name.clone(), retry_after });
                 }
                 let object: CiliumNode = serde_json::from_value(json!({
                     "apiVersion": "cilium.io/v2", "kind": KIND, "metadata": metadata,
-                    "spec": {"addresses": addresses(&value.addresses), "ipam": {"podCIDRs": claim}},
+                    "spec": {
+                        "addresses": addresses(&value.addresses),
+                        "ipam": {"podCIDRs": list.unwrap_or_default()},
+                    },
                 }))
                 .map_err(|source| KubernetesError::Call {
                     verb: "create",
@@ -121,21 +158,24 @@ impl Operations for OwnNode {
             }
             Some(row) => {
                 let mut spec = Map::from_iter([("addresses".to_owned(), addresses(&value.addresses))]);
-                let pod_cidrs = match &value.pod_cidrs {
-                    Some(pod_cidrs) => Some(texts(pod_cidrs)),
-                    // The operator may be giving it one at this moment.
-                    None if row.pod_cidrs.is_empty() && !claim.is_empty() => {
+                let lists = list.is_some();
+                if let Some(list) = list {
+                    if !self.mirror {
+                        if let Some(retry_after) = too_soon(self.listed) {
+                            return Err(KubernetesError::Undone { kind: KIND, name: name.clone(), retry_after });
+                        }
+                        // The operator may be giving it one at this moment.
                         metadata.insert("resourceVersion".to_owned(), json!(row.resource_version));
-                        Some(claim)
                     }
-                    None => None,
-                };
-                if let Some(pod_cidrs) = pod_cidrs {
-                    spec.insert("ipam".to_owned(), json!({"podCIDRs": pod_cidrs}));
+                    spec.insert("ipam".to_owned(), json!({"podCIDRs": list}));
                 }
                 let patch = json!({"metadata": metadata, "spec": spec});
                 let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
-                write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await?
+                let patched = write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await?;
+                if lists {
+                    self.listed = Some(Instant::now());
+                }
+                patched
             }
         };
         self.written = Some(Written::new(snapshot.followed, &written, value.clone()));
@@ -148,7 +188,9 @@ impl Operations for OwnNode {
     }
 
     async fn observe(&mut self) -> Result<BTreeMap<String, OwnCiliumNode>, KubernetesError> {
-        let snapshot = self.seen.synced().await;
+        let snapshot = self.sources.seen.synced().await;
+        // What changes after this moment is looked at again.
+        self.sources.pool.snapshot();
         if let Some(written) = &self.written
             && written.is_newer_than(&snapshot)
         {
@@ -156,7 +198,8 @@ impl Operations for OwnNode {
         }
         self.written = None;
         // A range that is not known yet takes nothing away.
-        let known = !self.pool.snapshot().rows.is_empty();
+        let known = !self.sources.pool.peek().rows.is_empty();
+        let differs = self.list(&snapshot).is_some();
         Ok(snapshot
             .rows
             .get(&self.name)
@@ -164,8 +207,8 @@ impl Operations for OwnNode {
                 let value = OwnCiliumNode {
                     addresses: row.addresses.clone(),
                     owner: row.owner.clone(),
-                    pod_cidrs: (known && (self.mirror || row.pod_cidrs.is_empty()))
-                        .then(|| row.pod_cidrs.iter().filter_map(|text| text.parse().ok()).collect()),
+                    pod_cidrs: (if self.mirror { known } else { differs })
+                        .then(|| cluster_pool::ipv4_blocks(&row.pod_cidrs).collect()),
                 };
                 (self.name.clone(), value)
             })
@@ -174,7 +217,10 @@ impl Operations for OwnNode {
     }
 
     async fn changed(&mut self) {
-        self.seen.changed().await;
+        tokio::select! {
+            () = self.sources.seen.changed() => {}
+            () = self.sources.pool.changed() => {}
+        }
     }
 }
 
@@ -212,7 +258,7 @@ impl Operations for PodCidrs {
     type Error = KubernetesError;
 
     async fn update(&mut self, name: &String, value: &CiliumNodeIpam) -> Result<(), KubernetesError> {
-        let snapshot = self.seen.synced().await;
+        let snapshot = self.seen.peek();
         // Deleted since it was planned: nothing to write (`ipam` 2.2.9). Changed since: the plan that knows of it follows.
         let Some(row) =
             snapshot.rows.get(name).filter(|row| row.uid == value.uid && row.resource_version == value.planned_from)

@@ -186,10 +186,10 @@ impl Candidate {
 
     fn saw(&mut self, object: Option<Lease>) {
         let now = self.clock.monotonic();
-        let version = |object: Option<&Lease>| object.and_then(|lease| lease.resource_version()?.parse::<u64>().ok());
-        let last = self.observed.as_ref().and_then(|(_, last)| version(last.as_ref()));
-        if last.is_some() && version(object.as_ref()) < last {
-            tracing::warn!("the Lease went back to an older version, or was deleted");
+        if let Some((_, Some(last))) = &self.observed
+            && object.as_ref().is_none_or(|object| is_older(object, last))
+        {
+            tracing::warn!("the Lease went back to an older state, or was deleted");
             self.doubt.send_replace(Some(Instant::now()));
         }
         let record = object.as_ref().map(record);
@@ -259,6 +259,18 @@ impl Candidate {
     }
 }
 
+/// Whether a Lease says what one said before another that was seen. The version alone does not tell: a server that is
+/// restored from a backup may be told to go on with higher versions (`etcdutl snapshot restore --bump-revision`).
+fn is_older(lease: &Lease, last: &Lease) -> bool {
+    let version = |lease: &Lease| lease.resource_version()?.parse::<u64>().ok();
+    let spec = |lease: &Lease| lease.spec.clone().unwrap_or_default();
+    let (now, then) = (spec(lease), spec(last));
+    version(lease) < version(last)
+        || now.lease_transitions < then.lease_transitions
+        // Clocks of two holders may differ.
+        || (now.holder_identity == then.holder_identity && now.renew_time < then.renew_time)
+}
+
 fn record(lease: &Lease) -> Record {
     let spec = lease.spec.clone().unwrap_or_default();
     Record {
@@ -266,5 +278,31 @@ fn record(lease: &Lease) -> Record {
         duration_seconds: spec.lease_duration_seconds,
         transitions: spec.lease_transitions.unwrap_or_default(),
         renewed: spec.renew_time.map(|time| time.0.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lease_from_a_backup_looks_older_even_under_a_higher_version() {
+        let lease = |version: &str, holder: &str, transitions: i32, renewed: &str| Lease {
+            metadata: ObjectMeta { resource_version: Some(version.to_owned()), ..ObjectMeta::default() },
+            spec: Some(LeaseSpec {
+                holder_identity: Some(holder.to_owned()),
+                lease_transitions: Some(transitions),
+                renew_time: Some(MicroTime(renewed.parse().unwrap())),
+                ..LeaseSpec::default()
+            }),
+        };
+        let last = lease("700", "a", 4, "2026-01-02T03:04:05Z");
+        assert!(!is_older(&last, &last));
+        assert!(!is_older(&lease("701", "a", 4, "2026-01-02T03:04:07Z"), &last));
+        assert!(is_older(&lease("300", "a", 4, "2026-01-02T03:04:05Z"), &last));
+        assert!(is_older(&lease("1000000700", "a", 4, "2026-01-02T02:00:00Z"), &last));
+        assert!(is_older(&lease("1000000700", "b", 3, "2026-01-02T04:00:00Z"), &last));
+        // The clock of the next holder may be behind.
+        assert!(!is_older(&lease("702", "b", 5, "2026-01-02T03:04:01Z"), &last));
     }
 }

@@ -89,6 +89,16 @@ pub enum KubernetesError {
         /// When it may be made again.
         retry_after: Duration,
     },
+    /// What was written a moment ago is gone again; nothing was written.
+    #[error("patch {kind} {name}: what it was given a moment ago was taken away by somebody; it is written again in {} s", retry_after.as_secs())]
+    Undone {
+        /// Kind of the object.
+        kind: &'static str,
+        /// Name of the object.
+        name: String,
+        /// When it may be written again.
+        retry_after: Duration,
+    },
 }
 
 impl KubernetesError {
@@ -121,7 +131,9 @@ impl Classify for KubernetesError {
     fn class(&self) -> ErrorClass {
         match self {
             Self::Config { .. } => ErrorClass::Permanent,
-            Self::Vanished { retry_after, .. } => ErrorClass::Throttled { retry_after: Some(*retry_after) },
+            Self::Vanished { retry_after, .. } | Self::Undone { retry_after, .. } => {
+                ErrorClass::Throttled { retry_after: Some(*retry_after) }
+            }
             Self::Timeout { .. } | Self::NotLeader { .. } => ErrorClass::Transient,
             Self::Call { source, .. } => match source.as_ref() {
                 kube::Error::Api(status) => match status.code {

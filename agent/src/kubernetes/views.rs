@@ -1,15 +1,35 @@
 //! API objects into rows. API structs stop here.
 
 use super::node_condition;
-use super::watch::ViewError;
+use super::watch::{View, ViewError};
 use crate::tables::rows::{CiliumNodeRow, NodeAddress, NodeCondition, NodeRow};
 use cistern_core::ipam::node::host_scope::is_network_annotation;
 use cistern_core::uninstall;
 use cistern_crds::CiliumNode;
 use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
+
+/// Nodes. One that cannot be read is left out: nothing is taken from pods for want of a Node.
+pub const NODES: View<Node, NodeRow> = View { read: node, unreadable: |_, _| None };
+
+/// CiliumNodes. One that cannot be read is there all the same, and lists something: who has which block is known without
+/// it, and no leader may take it for deleted.
+pub const CILIUM_NODES: View<CiliumNode, CiliumNodeRow> =
+    View { read: cilium_node, unreadable: unreadable_cilium_node };
+
+fn unreadable_cilium_node(meta: &ObjectMeta, problem: &str) -> Option<CiliumNodeRow> {
+    Some(CiliumNodeRow {
+        uid: meta.uid.clone()?,
+        resource_version: meta.resource_version.clone().unwrap_or_default(),
+        created: meta.creation_timestamp.as_ref().map(|time| time.0),
+        deleting: meta.deletion_timestamp.is_some(),
+        pod_cidrs: vec![problem.to_owned()],
+        ..CiliumNodeRow::default()
+    })
+}
 
 /// A Node.
 ///

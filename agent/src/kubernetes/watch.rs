@@ -2,6 +2,7 @@
 
 use crate::tables::{Table, Waits};
 use futures::StreamExt;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{ListParams, WatchEvent, WatchParams};
 use kube::core::DeserializeGuard;
 use kube::{Api, Client, Resource, ResourceExt};
@@ -11,6 +12,7 @@ use std::fmt::Debug;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 /// An object that cannot be turned into a row. It is reported and left out; the watch goes on.
@@ -25,36 +27,36 @@ pub struct ViewError {
     pub reason: String,
 }
 
-/// Which objects of a kind are watched.
+/// Which objects of a kind are watched, and how it is found out, when a watch broke, that the server was restored from a
+/// backup meanwhile.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Which {
-    /// Every one.
+    /// Every one. They are listed again.
     All,
-    /// The one of this name.
+    /// Every one. Where the object of this name is as it was, they are not listed again: lists of thousands of objects by
+    /// thousands of nodes, whenever an API server is started anew, would keep it from anything else.
+    AllOf(String),
+    /// The one of this name, which is read again.
     Named(String),
 }
 
-impl Which {
-    fn field_selector(&self) -> Option<String> {
-        match self {
-            Self::All => None,
-            Self::Named(name) => Some(format!("metadata.name={name}")),
-        }
-    }
+fn named(name: &str) -> String {
+    format!("metadata.name={name}")
 }
 
 /// Keeps `table` equal to what the API server lists of a cluster-scoped kind, until cancelled.
 ///
 /// The table is marked synced after the first whole list. When the watch breaks, rows stay as they are, the break is a
 /// wait with its reason, and the watch goes on where it stood, or after a new list when the server has forgotten what came
-/// since, or when its resource version went back: it was restored from a backup then, and what it has lost is told by no
-/// watch. An object that cannot be read keeps the row it had: somebody's typing error must not look like a deletion.
+/// since, or when it was restored from a backup ([`Which`]): what it has lost is told by no watch. An object that cannot be
+/// read keeps the row it had: somebody's typing error must not look like a deletion. Where it had none, it gets what
+/// `unreadable` makes of its metadata and of what is wrong.
 pub async fn run<K, Row>(
     name: &'static str,
     client: Client,
     which: Which,
     table: Arc<Table<String, Row>>,
-    view: impl Fn(&K) -> Result<Row, ViewError> + Send,
+    view: View<K, Row>,
     waits: Waits,
     cancel: CancellationToken,
 ) where
@@ -64,28 +66,53 @@ pub async fn run<K, Row>(
 {
     let wait = format!("watch {name}");
     let mut delay = FIRST_DELAY;
-    let mut this = Watch { api: Api::all(client), selector: which.field_selector(), table, view, version: None };
+    let mut this = Watch { api: Api::all(client), which, table, view, version: None, broke: false, probed: None };
     loop {
+        let begun = Instant::now();
         let outcome = tokio::select! {
             biased;
             () = cancel.cancelled() => return,
-            outcome = this.follow(|| { waits.end(&wait); delay = FIRST_DELAY; }) => outcome,
+            outcome = this.follow(|| waits.end(&wait)) => outcome,
         };
-        if let Err(reason) = outcome {
-            waits.begin(&wait, reason, Some(delay));
-            tokio::select! {
-                biased;
-                () = cancel.cancelled() => return,
-                () = tokio::time::sleep(delay) => {}
-            }
-            delay = (delay * 2).min(LONGEST_DELAY);
+        let lasted = begun.elapsed();
+        // What a server ends in time, at the request of the watch, is complete.
+        this.broke = lasted < Duration::from_secs(u64::from(WATCH_SECONDS));
+        if lasted >= STEADY {
+            delay = FIRST_DELAY;
         }
+        let reason = match outcome {
+            Err(reason) => reason,
+            Ok(()) if lasted >= STEADY => continue,
+            Ok(()) => {
+                // It may never tell anything; lists do.
+                this.version = None;
+                format!("watch: ended by the server after {} ms", lasted.as_millis())
+            }
+        };
+        waits.begin(&wait, reason, Some(delay));
+        tokio::select! {
+            biased;
+            () = cancel.cancelled() => return,
+            () = tokio::time::sleep(delay) => {}
+        }
+        delay = (delay * 2).min(LONGEST_DELAY);
     }
+}
+
+/// Objects of a kind as rows.
+pub struct View<K, Row> {
+    /// An object.
+    pub read: fn(&K) -> Result<Row, ViewError>,
+    /// One of which only the metadata could be read, with what is wrong; none leaves it out.
+    pub unreadable: fn(&ObjectMeta, &str) -> Option<Row>,
 }
 
 /// A broken watch is begun again after this long, doubled each time up to [`LONGEST_DELAY`].
 const FIRST_DELAY: Duration = Duration::from_millis(200);
 const LONGEST_DELAY: Duration = Duration::from_secs(15);
+
+/// A watch that lasted so long was none that a server refuses.
+const STEADY: Duration = Duration::from_secs(5);
 
 /// How long a list, or a page of it, may take.
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);
@@ -93,28 +120,35 @@ const LIST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Objects in a page of a list.
 const PAGE: u32 = 500;
 
-/// How long the server keeps a watch, in seconds, and how long after that a silent connection counts as dead.
+/// How long the server keeps a watch, in seconds.
 const WATCH_SECONDS: u32 = 290;
-const DEAD_AFTER: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
+
+/// A connection that tells nothing for so long counts as dead, which costs two small calls where it is not: servers send a
+/// bookmark every minute. Shorter than leaders wait for nodes to hear of a restored server
+/// ([`crate::controllers::ipam_cluster::SETTLE`]).
+const DEAD_AFTER: Duration = Duration::from_secs(75);
 
 /// The server does not know any more what came after the version that was asked for.
 const GONE: u16 = 410;
 
-struct Watch<K, Row, View> {
+struct Watch<K, Row> {
     api: Api<DeserializeGuard<K>>,
-    selector: Option<String>,
+    which: Which,
     table: Arc<Table<String, Row>>,
-    view: View,
+    view: View<K, Row>,
     /// Up to where the table knows everything; none before a list.
     version: Option<String>,
+    /// The last watch ended before its time.
+    broke: bool,
+    /// Resource version of the object of [`Which::AllOf`], as last told.
+    probed: Option<String>,
 }
 
-impl<K, Row, View> Watch<K, Row, View>
+impl<K, Row> Watch<K, Row>
 where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
     K::DynamicType: Default + Clone + Eq + std::hash::Hash,
     Row: Clone + PartialEq + Debug,
-    View: Fn(&K) -> Result<Row, ViewError> + Send,
 {
     /// Lists if need be, then follows one watch to its end. `well` is told whenever the server has answered.
     async fn follow(&mut self, mut well: impl FnMut()) -> Result<(), String> {
@@ -122,11 +156,8 @@ where
             Some(version) if !self.went_back(version).await? => version.clone(),
             _ => self.list().await?,
         };
-        let params = WatchParams {
-            field_selector: self.selector.clone(),
-            timeout: Some(WATCH_SECONDS),
-            ..WatchParams::default()
-        };
+        let params =
+            WatchParams { field_selector: self.selector(), timeout: Some(WATCH_SECONDS), ..WatchParams::default() };
         let stream =
             self.api.watch(&params, &version).await.map_err(|error| self.failed("start of the watch", &error))?;
         let mut stream = std::pin::pin!(stream);
@@ -135,12 +166,16 @@ where
             let version = match event.map_err(|error| self.failed("watch", &error))? {
                 WatchEvent::Added(object) | WatchEvent::Modified(object) => {
                     let version = object.resource_version();
+                    self.probe(&object);
                     let row = read(&object, &self.view, &self.table);
                     self.table.follow(version.as_deref(), |rows| rows.extend(row));
                     version
                 }
                 WatchEvent::Deleted(object) => {
                     let version = object.resource_version();
+                    if self.is_probe(&object) {
+                        self.probed = None;
+                    }
                     self.table.follow(version.as_deref(), |rows| {
                         rows.remove(&object.name_any());
                     });
@@ -163,13 +198,42 @@ where
         Ok(())
     }
 
-    /// Whether the server is at an older version than one that it has told before.
+    fn selector(&self) -> Option<String> {
+        match &self.which {
+            Which::All | Which::AllOf(_) => None,
+            Which::Named(name) => Some(named(name)),
+        }
+    }
+
+    fn is_probe(&self, object: &DeserializeGuard<K>) -> bool {
+        matches!(&self.which, Which::AllOf(name) if object.meta().name.as_ref() == Some(name))
+    }
+
+    fn probe(&mut self, object: &DeserializeGuard<K>) {
+        if self.is_probe(object) {
+            self.probed = object.resource_version();
+        }
+    }
+
+    /// Whether what the server has now may not be what follows from what it has told up to the version `seen`.
     async fn went_back(&self, seen: &str) -> Result<bool, String> {
-        let params = ListParams { limit: Some(1), ..self.list_params() };
+        let probe = match (&self.which, self.broke) {
+            (Which::Named(_), _) | (Which::All, true) => return Ok(true),
+            (Which::All, false) => None,
+            (Which::AllOf(name), _) => Some(name),
+        };
+        let params =
+            ListParams { limit: Some(1), field_selector: probe.map(|name| named(name)), ..ListParams::default() };
         let list = self.timely(self.api.list(&params)).await?;
         let number = |text: &str| text.parse::<u64>().ok();
         let now = list.metadata.resource_version.as_deref().and_then(number);
-        let went_back = now.zip(number(seen)).is_some_and(|(now, seen)| now < seen);
+        let mut went_back = now.zip(number(seen)).is_some_and(|(now, seen)| now < seen);
+        if probe.is_some() && !went_back {
+            // One that changed since is told of by the watch; every other difference came without being told.
+            let found = list.items.first().and_then(ResourceExt::resource_version);
+            let newer = found.as_deref().and_then(number).zip(number(seen)).is_some_and(|(found, seen)| found > seen);
+            went_back = found != self.probed && !newer;
+        }
         if went_back {
             tracing::warn!(table = self.table.name(), version = ?now, in_force = "a list that is taken now", "the API server went back to an older state");
         }
@@ -179,22 +243,23 @@ where
     /// Replaces the rows by a whole list, and answers its version.
     async fn list(&mut self) -> Result<String, String> {
         let mut rows = BTreeMap::new();
-        let mut params = ListParams { limit: Some(PAGE), ..self.list_params() };
+        let mut probed = None;
+        let mut params = ListParams { limit: Some(PAGE), field_selector: self.selector(), ..ListParams::default() };
         loop {
             let list = self.timely(self.api.list(&params)).await?;
+            probed = probed.or_else(|| {
+                list.items.iter().find(|object| self.is_probe(object)).and_then(ResourceExt::resource_version)
+            });
             rows.extend(list.items.iter().filter_map(|object| read(object, &self.view, &self.table)));
             params.continue_token = list.metadata.continue_.filter(|token| !token.is_empty());
             if params.continue_token.is_none() {
                 let version = list.metadata.resource_version.ok_or("list without resource version")?;
                 self.table.publish_list(rows, &version);
                 self.version = Some(version.clone());
+                self.probed = probed;
                 return Ok(version);
             }
         }
-    }
-
-    fn list_params(&self) -> ListParams {
-        ListParams { field_selector: self.selector.clone(), ..ListParams::default() }
     }
 
     async fn timely<T>(&self, call: impl Future<Output = kube::Result<T>>) -> Result<T, String> {
@@ -214,7 +279,7 @@ where
 
 fn read<K: Resource, Row: Clone + PartialEq>(
     object: &DeserializeGuard<K>,
-    view: &impl Fn(&K) -> Result<Row, ViewError>,
+    view: &View<K, Row>,
     table: &Table<String, Row>,
 ) -> Option<(String, Row)>
 where
@@ -222,20 +287,19 @@ where
 {
     let name = object.name_any();
     let problem = match &object.0 {
-        Ok(object) => match view(object) {
+        Ok(object) => match (view.read)(object) {
             Ok(row) => return Some((name, row)),
             Err(error) => error.to_string(),
         },
         Err(invalid) => format!("{} {name}: {}", K::kind(&K::DynamicType::default()), invalid.error),
     };
     let kept = table.snapshot().rows.get(&name).cloned();
-    tracing::warn!(
-        table = table.name(),
-        error = problem,
-        in_force = if kept.is_some() { "what it said before" } else { "nothing of it" },
-        "object cannot be read"
-    );
-    kept.map(|row| (name, row))
+    let (row, in_force) = match kept {
+        Some(row) => (Some(row), "what it said before"),
+        None => ((view.unreadable)(object.meta(), &problem), "nothing of it"),
+    };
+    tracing::warn!(table = table.name(), error = problem, in_force, "object cannot be read");
+    row.map(|row| (name, row))
 }
 
 /// What the API server said where it said something; else the error with all its causes in one line.

@@ -32,6 +32,12 @@ impl Followed {
     pub fn tells(self, version: Option<&str>, begun: Self) -> bool {
         self.lists != begun.lists || self.version >= number(version)
     }
+
+    /// Whether no whole list came since the table stood at `then`.
+    #[must_use]
+    pub fn is_same_list(self, then: Self) -> bool {
+        self.lists == then.lists
+    }
 }
 
 fn number(version: Option<&str>) -> u64 {

@@ -1,5 +1,6 @@
 //! The rows of the tables that are observed: API objects, links, addresses and routes in our own types.
 
+use cistern_core::ipam::node::cluster_pool::Served;
 use ipnet::{IpNet, Ipv4Net};
 use jiff::Timestamp;
 use serde::Serialize;
@@ -42,7 +43,7 @@ pub struct NodeCondition {
 }
 
 /// A CiliumNode. Fields that others may fill with anything stay text; whoever uses them parses them and reports.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct CiliumNodeRow {
     /// `metadata.uid`
     pub uid: String,
@@ -150,6 +151,57 @@ pub struct PoolRow {
     pub pod_cidr: Ipv4Net,
     /// Why no new address may be given from it, with the fix. Pods that have one keep it.
     pub blocked: Option<String>,
+    /// Another pod CIDR takes its place as soon as it is certain that no address of it is given any more.
+    #[serde(default)]
+    pub leaving: bool,
+    /// In mode `cluster-pool`: what this node wrote into its CiliumNode itself, and may take off there.
+    #[serde(default)]
+    pub claim: Option<Ipv4Net>,
+    /// In mode `cluster-pool`: UID of the Node that the pod CIDR was last listed for.
+    #[serde(default)]
+    pub node_uid: Option<String>,
+    /// In mode `cluster-pool`: it was listed for this node since the agent started.
+    #[serde(skip)]
+    pub confirmed: bool,
+}
+
+impl PoolRow {
+    /// A pod CIDR about which there is nothing else to say.
+    #[must_use]
+    pub fn new(pod_cidr: Ipv4Net) -> Self {
+        Self { pod_cidr, blocked: None, leaving: false, claim: None, node_uid: None, confirmed: false }
+    }
+
+    /// As the choice of a block sees it.
+    #[must_use]
+    pub fn served(&self) -> Served {
+        Served { block: self.pod_cidr, claim: self.claim, node_uid: self.node_uid.clone(), confirmed: self.confirmed }
+    }
+}
+
+/// What each CiliumNode lists, by name.
+pub fn lists_of(rows: &BTreeMap<String, CiliumNodeRow>) -> impl Iterator<Item = (&str, &[String])> {
+    rows.iter().map(|(name, row)| (name.as_str(), row.pod_cidrs.as_slice()))
+}
+
+impl HeldRow {
+    /// Before the leases are read, every address may be in use.
+    pub const UNKNOWN: Self = Self { any: true, giving: None };
+}
+
+impl From<Served> for PoolRow {
+    fn from(Served { block, claim, node_uid, confirmed }: Served) -> Self {
+        Self { claim, node_uid, confirmed, ..Self::new(block) }
+    }
+}
+
+/// Whether addresses of this node are in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct HeldRow {
+    /// Something holds an address, or may do so.
+    pub any: bool,
+    /// Where a new address would come from; none while none is given.
+    pub giving: Option<Ipv4Net>,
 }
 
 /// What this agent wants its CiliumNode to say. It writes nothing else there.
@@ -159,7 +211,8 @@ pub struct OwnCiliumNode {
     pub addresses: Vec<NodeAddress>,
     /// Name and UID of the Node that owns the object.
     pub owner: Option<(String, String)>,
-    /// `spec.ipam.podCIDRs`, where the blocks are this agent's to say (mode `kubernetes`) and known.
+    /// `spec.ipam.podCIDRs`, where the blocks are this agent's to say (mode `kubernetes`) and known. Elsewhere none stands for
+    /// a list that is as it shall be.
     pub pod_cidrs: Option<Vec<Ipv4Net>>,
 }
 

@@ -178,14 +178,15 @@ impl Watch {
                 None => return None,
                 Some(Link::Refused) => return Some(Err(io::ErrorKind::ConnectionReset.into())),
                 Some(Link::Up) => {
+                    if self.cut_after == Some(0) {
+                        return None;
+                    }
                     if let Some(line) = self.pending.pop_front() {
                         if let Some(delay) = self.delay {
                             sleep(delay).await;
                         }
-                        match self.cut_after.as_mut() {
-                            Some(0) => return None,
-                            Some(left) => *left -= 1,
-                            None => {}
+                        if let Some(left) = self.cut_after.as_mut() {
+                            *left -= 1;
                         }
                         return Some(Ok(line));
                     }

@@ -311,6 +311,8 @@ struct Known {
     /// Of its CiliumNode; none while the node is only known from the records.
     uid: Option<String>,
     blocks: Vec<Block<String>>,
+    /// Its CiliumNode listed one of them, or may have done so before this leader.
+    told: bool,
 }
 
 /// What the list of a node amounts to.
@@ -433,17 +435,34 @@ impl Ledger {
                 }
             };
         }
+        self.check_claim(&node.name, &listed)?;
+        Ok(if listed.is_empty() { Claim::Nothing } else { Claim::Blocks(listed) })
+    }
+
+    fn check_claim(&self, node: &str, listed: &[IpNet]) -> Result<(), String> {
         for family in [Family::Ipv4, Family::Ipv6] {
-            let nets = of_family(&listed, family);
+            let nets = of_family(listed, family);
             match (self.set(family), nets.first()) {
-                (Some(set), _) => set.check_claim(&nets, &node.name).map_err(|error| error.to_string())?,
+                (Some(set), _) => set.check_claim(&nets, &node.to_owned()).map_err(|error| error.to_string())?,
                 (None, Some(net)) => {
                     return Err(format!("allocator not configured for the requested CIDR {net}: {family} has no pool"));
                 }
                 (None, None) => {}
             }
         }
-        Ok(if listed.is_empty() { Claim::Nothing } else { Claim::Blocks(listed) })
+        Ok(())
+    }
+
+    /// Compares what a node was given with what it lists. One that lists a block before it heard of the one that it was
+    /// given has it from an earlier leader, and keeps it where nothing speaks against it; the other block rests.
+    fn hear(&mut self, node: &Node, now: Timestamp) {
+        let (listed, unreadable) = parse(&node.pod_cidrs);
+        let Some(known) = self.nodes.get_mut(&node.name) else { return };
+        known.told |= known.blocks.iter().any(|block| listed.contains(&block.net));
+        if known.told || listed.is_empty() || unreadable.is_some() || self.check_claim(&node.name, &listed).is_err() {
+            return;
+        }
+        self.forget(&node.name, now);
     }
 
     /// Books what [`Self::judge`] accepted, or what is recorded.
@@ -455,7 +474,7 @@ impl Ledger {
                 blocks.extend(set.claim(&of_family(listed, family), &name).map_err(|error| error.to_string())?);
             }
         }
-        self.nodes.insert(name, Known { uid: uid.map(str::to_owned), blocks });
+        self.nodes.insert(name, Known { uid: uid.map(str::to_owned), blocks, told: true });
         Ok(())
     }
 
@@ -490,7 +509,7 @@ impl Ledger {
             if own.is_none() && !settled {
                 return Err(format!(
                     "no {family} pod CIDR yet: nobody led for a while, or the API server was restored from a backup, and \
-                     nodes list first what they have; a minute later this node gets one"
+                     nodes list first what they have; two minutes later this node gets one"
                 ));
             }
             if own.is_none() && (full.contains(family) || set.peek(avoid).is_err()) {
@@ -510,8 +529,8 @@ impl Ledger {
             };
             blocks.extend(given);
         }
-        let known =
-            self.nodes.entry(node.name.clone()).or_insert(Known { uid: Some(node.uid.clone()), blocks: Vec::new() });
+        let new = || Known { uid: Some(node.uid.clone()), blocks: Vec::new(), told: false };
+        let known = self.nodes.entry(node.name.clone()).or_insert_with(new);
         known.blocks.extend(blocks);
         known.blocks.sort_by_key(|block| Family::of_net(&block.net));
         Ok(())
@@ -653,6 +672,7 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
     let mut avoid: BTreeMap<IpNet, String> = BTreeMap::new();
     let mut refused = BTreeSet::new();
     for node in &nodes {
+        ledger.hear(node, now);
         let booked = match ledger.judge(node) {
             Ok(Claim::Blocks(listed)) => ledger.book(&node.name, Some(&node.uid), &listed),
             Ok(Claim::Nothing | Claim::Known) => Ok(()),

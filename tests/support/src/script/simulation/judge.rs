@@ -3,8 +3,7 @@
 //! A rule binds whoever can know what it is about. A leader can know what an object lists and what the operators' records
 //! hold: a block that stood in no record when its object was deleted (claimed and gone between two passes, or lost by a
 //! restored API server) rests for nobody. People may write what they want: who has a block that they wrote somewhere is
-//! for them to sort out. So is a block that a machine heard of so late that it was no longer the machine's: its rest is
-//! shorter here than calls may take, and not in a cluster.
+//! for them to sort out.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -41,12 +40,12 @@ pub(super) struct Judge {
     resting: Vec<Rest>,
     /// What people wrote into objects, by node.
     by_hand: BTreeSet<(String, Ipv4Net)>,
-    /// Blocks that machines heard of too late, by node.
-    late: BTreeSet<(String, Ipv4Net)>,
     /// Blocks by node in the operators' records: only what stands there, or in an object, can be known to a leader.
     recorded: BTreeMap<String, BTreeSet<Ipv4Net>>,
     /// Addresses of pods that run.
     addresses: BTreeMap<String, (String, String)>,
+    /// Those of them whose runtime has begun to take them away, by node and pod.
+    ending: BTreeSet<(String, String)>,
 }
 
 /// Slack of the clock: changes are looked at twice a second, and a deletion is noticed a little after it happened.
@@ -141,22 +140,25 @@ impl Judge {
     /// A machine's agent gives addresses from this block.
     ///
     /// # Errors
-    /// When it gave them from another before.
+    /// When pods have addresses of another one.
     pub(super) fn uses(&mut self, name: &str, block: Ipv4Net) -> Result<bool, String> {
-        let lists = self.listed.get(name).is_some_and(|listed| listed.contains(&block));
-        if self.used.get(name) != Some(&block) && !lists && !self.is_recorded(name, &block) {
-            self.late.insert((name.to_owned(), block));
-        }
         match self.used.insert(name.to_owned(), block) {
             Some(before) if before == block => Ok(false),
-            Some(before)
-                if !self.by_hand.contains(&(name.to_owned(), block))
-                    && !self.by_hand.contains(&(name.to_owned(), before)) =>
-            {
-                Err(format!("the block of {name} changed from {before} to {block}"))
+            Some(before) if self.has_pods(name) => {
+                Err(format!("the block of {name} changed from {before} to {block} under its pods"))
             }
             _ => Ok(true),
         }
+    }
+
+    /// Whether pods of this machine have addresses, and are to keep them.
+    pub(super) fn has_pods(&self, name: &str) -> bool {
+        self.addresses.values().any(|pod| pod.0 == name && !self.ending.contains(pod))
+    }
+
+    /// The runtime begins to take a pod away.
+    pub(super) fn ends(&mut self, node: &str, pod: &str) {
+        self.ending.insert((node.to_owned(), pod.to_owned()));
     }
 
     /// A pod got an address.
@@ -201,9 +203,9 @@ impl Judge {
         self.resting.retain(|rest| rest.since <= backup);
     }
 
-    /// Whether people wrote into this object, or what it lists into another one, or a machine heard of that too late.
+    /// Whether people wrote into this object, or what it lists into another one.
     pub(super) fn is_touched(&self, name: &str, listed: &BTreeSet<Ipv4Net>) -> bool {
-        let odd = self.by_hand.iter().chain(&self.late);
+        let odd = self.by_hand.iter();
         odd.into_iter().any(|(node, written)| node == name || listed.iter().any(|block| overlap(written, block)))
     }
 

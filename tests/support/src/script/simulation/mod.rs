@@ -11,7 +11,7 @@
 //!
 //! * No block is given to a node while another node lists it, uses it or has lost it less than the quarantine ago,
 //!   whoever leads, and no pod gets an address that another pod has.
-//! * The block of a running node never changes.
+//! * The block of a node never changes while its pods have addresses.
 //! * After the bad days every node has a block, or the reason why the pool has none; the objects of nodes that are gone
 //!   go; and then nothing is written any more but Leases, events, and once each Node's condition.
 //!

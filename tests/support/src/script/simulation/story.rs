@@ -414,6 +414,7 @@ impl Story {
         let Some(node) = self.nodes.get(&name).filter(|node| node.agent) else { return Ok(()) };
         if self.random.random_bool(0.3) {
             let Some(pod) = node.pods.iter().next().cloned() else { return Ok(()) };
+            self.judge.ends(&name, &pod);
             if self.run(&format!("cni/del {name} {pod}")).await.is_ok() {
                 self.judge.ended(&name, Some(&pod));
                 if let Some(node) = self.nodes.get_mut(&name) {
@@ -659,9 +660,11 @@ impl Story {
                 (None, _) if error.contains("full") => full.push(name.to_owned()),
                 (None, _) => return Err(format!("{name} has no block, and its error is {error:?}")),
                 (Some(_), None) => return Err(format!("{name} does not use its block")),
-                (Some(block), Some(used)) if *block != used => {
-                    return Err(format!("{name} lists {block} and uses {used}"));
+                (Some(_), Some(used)) if !listed.contains(&used) => {
+                    return Err(format!("{name} lists {listed:?} and uses {used}"));
                 }
+                // After a restore, what pods have addresses of is listed beside what the operator knows.
+                (Some(_), Some(_)) if listed.len() > 1 && self.judge.has_pods(name) => taken.extend(&listed),
                 (Some(_), Some(_)) if !error.is_empty() && !conflict => {
                     return Err(format!("{name} lists {listed:?}, and its error is {error:?}"));
                 }
