@@ -1,8 +1,7 @@
 //! Where this node's pods get their addresses from.
 
 use crate::tables::findings::{Findings, Found};
-use crate::tables::rows::lists_of;
-use crate::tables::rows::{CiliumNodeRow, HeldRow, NetworkRow, NodeRow, PeerRow, PoolRow};
+use crate::tables::rows::{CiliumNodeRow, HeldRow, NetworkRow, NodeRow, PeerRow, PoolRow, lists_of};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::node::host_scope::NodeCidrs;
 use cistern_core::ipam::node::pod_cidr::contested;

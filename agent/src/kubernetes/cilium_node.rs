@@ -5,8 +5,9 @@
 
 use super::{AGENT, KubernetesError, Leadership, OPERATOR, write};
 use crate::reconciler::Operations;
-use crate::tables::rows::lists_of;
-use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, HeldRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow};
+use crate::tables::rows::{
+    CiliumNodeIpam, CiliumNodeRow, HeldRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow, lists_of,
+};
 use crate::tables::{Followed, Reader, Snapshot};
 use cistern_core::ipam::node::cluster_pool;
 use cistern_crds::CiliumNode;
