@@ -742,3 +742,126 @@ pub fn family(text: &str) -> Result<Option<Family>, String> {
         other => Err(format!("family {other:?}: expected ipv4, ipv6 or nothing")),
     }
 }
+
+#[cfg(test)]
+mod attack {
+    use super::*;
+    use crate::tables::rows::{LinkRow, NetworkRow};
+
+    struct Nowhere;
+
+    impl LeaseStore for Nowhere {
+        fn write(&mut self, _change: &Change) -> Result<(), String> {
+            Ok(())
+        }
+    }
+
+    fn started() -> (Endpoints, Arc<Table<(), PoolRow>>, Arc<Table<(), HeldRow>>) {
+        let clock = Clock::following_runtime("2026-01-01T00:00:00Z".parse().unwrap());
+        let pool: Arc<Table<(), PoolRow>> = Arc::new(Table::new("pool"));
+        pool.publish(BTreeMap::from([((), PoolRow::new("10.33.0.0/26".parse().unwrap()))]));
+        let network: Arc<Table<(), NetworkRow>> = Arc::new(Table::new("network"));
+        let links: BTreeMap<u32, LinkRow> = BTreeMap::new();
+        network.publish(BTreeMap::from([((), NetworkRow { links, routes: Vec::new() })]));
+        let peers: Arc<Table<String, PeerRow>> = Arc::new(Table::new("peers"));
+        peers.mark_synced();
+        let nodes: Arc<Table<String, NodeRow>> = Arc::new(Table::new("nodes"));
+        nodes.mark_synced();
+        let held = Arc::new(Table::new("held"));
+        let mut drawn = 7_u64;
+        let parts = Parts {
+            node: "a".into(),
+            records: Vec::new(),
+            timings: Timings::default(),
+            configured_router: None,
+            rebooted: false,
+            times: RecordTimes::Continue,
+            namespace: Box::new(|_| Namespace::There),
+            host_side: Box::new(|_| "lxc".to_owned()),
+            remove_device: Box::new(|_| Ok(())),
+            draw: Box::new(move || {
+                drawn += 1;
+                drawn
+            }),
+            store: Box::new(Nowhere),
+            map: None,
+            pool: pool.reader(),
+            network: network.reader(),
+            peers: peers.reader(),
+            nodes: nodes.reader(),
+            router: Arc::new(Table::new("router")),
+            endpoints: Arc::new(Table::new("endpoints")),
+            held: Arc::clone(&held),
+            waits: Waits::new(clock),
+            findings: Findings::new(clock),
+            clock,
+            wall: clock,
+        };
+        let (ask, task) = start(parts, CancellationToken::new());
+        std::mem::forget((network, peers, nodes));
+        tokio::spawn(task);
+        (ask, pool, held)
+    }
+
+    async fn settle() {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+
+    fn any(held: &Table<(), HeldRow>) -> bool {
+        held.snapshot().rows[&()].any
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_asked_for_by_name_counts_as_held_at_once() {
+        let (ask, _pool, held) = started();
+        settle().await;
+        assert!(!any(&held));
+        let address: IpAddr = "10.33.0.20".parse().unwrap();
+        let taken = ask.allocate_address(address, "ns/x".into(), "default".into()).await;
+        let taken = match taken {
+            Ok(_) => address,
+            Err(_) => {
+                let address: IpAddr = "10.33.0.21".parse().unwrap();
+                ask.allocate_address(address, "ns/x".into(), "default".into()).await.unwrap();
+                address
+            }
+        };
+        settle().await;
+        assert!(any(&held), "held says that nothing holds an address");
+        ask.release(taken, "default".into()).await.unwrap();
+        settle().await;
+        assert!(!any(&held), "held says that something holds an address");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_given_back_by_name_is_not_held_any_more() {
+        let (ask, pool, held) = started();
+        settle().await;
+        let request = OwnerRequest { owner: "ns/x".into(), pool: None, family: None, expiration: None };
+        let given = ask.allocate(request).await.unwrap();
+        settle().await;
+        assert!(any(&held));
+        for lease in given {
+            ask.release(lease.address, "default".into()).await.unwrap();
+        }
+        settle().await;
+        drop(pool);
+        assert!(!any(&held), "held says that something holds an address");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_address_of_a_pod_cidr_that_is_being_left_is_given_by_name() {
+        let (ask, pool, held) = started();
+        settle().await;
+        let leaving = PoolRow { leaving: true, ..PoolRow::new("10.33.0.0/26".parse().unwrap()) };
+        pool.publish(BTreeMap::from([((), leaving)]));
+        settle().await;
+        assert_eq!(held.snapshot().rows[&()], HeldRow { any: false, giving: None });
+        let mut given = false;
+        for address in ["10.33.0.20", "10.33.0.21"] {
+            given |= ask.allocate_address(address.parse().unwrap(), "ns/x".into(), "default".into()).await.is_ok();
+        }
+        settle().await;
+        assert!(!given, "given while held says {:?}", held.snapshot().rows[&()]);
+    }
+}

@@ -278,3 +278,25 @@ mod tests {
         assert_eq!(again.node_uid.as_deref(), Some("u2"));
     }
 }
+
+#[cfg(test)]
+mod attack {
+    use super::*;
+
+    #[test]
+    fn a_drained_node_gives_up_a_block_that_another_node_lists_too() {
+        let a: Ipv4Net = "10.33.0.0/26".parse().unwrap();
+        let served = Served { block: a, claim: Some(a), node_uid: Some("u1".into()), confirmed: true };
+        let listed = [a.to_string()];
+        let input = Input {
+            node: "a",
+            served: Some(&served),
+            listed: Some(&listed),
+            taken: true,
+            node_uid: Some("u2"),
+            held: false,
+        };
+        let choice = choose(&input);
+        assert_eq!(choice.served, None, "kept, and nothing is waited for: {:?}", choice.wait);
+    }
+}
