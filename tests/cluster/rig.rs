@@ -78,7 +78,7 @@ impl Rig {
 
     /// A cluster in which Cistern may be missing.
     pub(crate) fn without_cistern(ipam: Ipam) -> Result<Self> {
-        let spec = Spec { ipam, ..Spec::default() };
+        let spec = Spec { ipam, ..Spec::of_tests()? };
         if Cluster::open().is_ok_and(|there| *there.spec() != spec) {
             cluster::down()?;
         }

@@ -192,6 +192,8 @@ impl Agent {
         let runtime = Runtime::new().unwrap();
         let pool = Table::new("pool");
         let pod_cidr = "10.244.1.0/29".parse().unwrap();
+        let remembered = Arc::new(Table::new("remembered-pool"));
+        remembered.publish(BTreeMap::from([((), pod_cidr)]));
         pool.publish(BTreeMap::from([((), PoolRow::new(pod_cidr))]));
         let network = Table::new("network");
         network.publish(BTreeMap::from([((), NetworkRow::default())]));
@@ -213,6 +215,7 @@ impl Agent {
             store: Box::new(Forget),
             map: None,
             pool: pool.reader(),
+            remembered: remembered.reader(),
             network: network.reader(),
             peers: peers.reader(),
             nodes: nodes.reader(),

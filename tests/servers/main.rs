@@ -25,7 +25,7 @@ struct Real {
 impl Real {
     fn start() -> Result<Self> {
         let start = Instant::now();
-        let mut control_plane = ControlPlane::start(&Spec::default().kubernetes)?;
+        let mut control_plane = ControlPlane::start(&Spec::of_tests()?.kubernetes)?;
         control_plane.install(&[])?;
         let upstream = Arc::new(control_plane.connect()?);
         eprintln!("servers: kube-apiserver {} after {} s", control_plane.version()?, start.elapsed().as_secs());

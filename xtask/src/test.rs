@@ -25,6 +25,9 @@ pub(crate) struct Options {
     /// The stages `servers` and `cluster`, which are no part of the others: a real kube-apiserver, then a real cluster
     #[arg(long)]
     cluster: bool,
+    /// Release of Kubernetes for those two: one of tests/kubernetes/kubernetes-*
+    #[arg(long)]
+    kubernetes: Option<String>,
     /// Accept that the stages that need root are skipped
     #[arg(long)]
     unprivileged: bool,
@@ -135,10 +138,10 @@ fn stage_run(
                 tests.extend(["--test".to_owned(), name]);
             }
             tests.extend(options.filter.clone());
-            cargo_test(workspace, "unit", &tests, totals)?;
+            cargo_test(workspace, options, "unit", &tests, totals)?;
             let mut documentation = vec!["--doc".to_owned()];
             documentation.extend(options.filter.clone());
-            cargo_test(workspace, "unit", &documentation, totals)?;
+            cargo_test(workspace, options, "unit", &documentation, totals)?;
         }
         Stage::Target { name, privileged: true } if !missing.is_empty() => {
             let mut list = workspace.cargo();
@@ -163,7 +166,7 @@ fn stage_run(
             }
             let mut arguments = vec!["--test".to_owned(), name.to_owned()];
             arguments.extend(options.filter.clone());
-            cargo_test(workspace, name, &arguments, totals)?;
+            cargo_test(workspace, options, name, &arguments, totals)?;
         }
     }
     Ok(())
@@ -171,9 +174,18 @@ fn stage_run(
 
 /// Runs `cargo test` and adds what it counted. The packages are always the same ones: another choice would unite other
 /// features, and build the dependencies anew.
-fn cargo_test(workspace: &Workspace, stage: &'static str, arguments: &[String], totals: &mut Totals) -> Result<()> {
+fn cargo_test(
+    workspace: &Workspace,
+    options: &Options,
+    stage: &'static str,
+    arguments: &[String],
+    totals: &mut Totals,
+) -> Result<()> {
     let mut command = workspace.cargo();
     command.args(["test", "--locked", "--no-fail-fast"]).args(arguments);
+    if let Some(release) = &options.kubernetes {
+        command.env("CISTERN_KUBERNETES", release);
+    }
     let before = totals.failures();
     let status = process::stream(&mut command, |line| totals.read(stage, line))?;
     if !status.success() && totals.failures() == before {

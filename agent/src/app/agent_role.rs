@@ -141,7 +141,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     // === Tables ===
     let nodes: Arc<Table<String, NodeRow>> = Arc::new(Table::new("nodes"));
     let cilium_nodes: Arc<Table<String, CiliumNodeRow>> = Arc::new(Table::new("cilium-nodes"));
-    let (peers, pool) = remembered::tables(&agent.state, &findings);
+    let remembered::Seeded { peers, pool, remembered } = remembered::tables(&agent.state, &findings);
     let network = Arc::new(Table::new("network"));
     let router = Arc::new(Table::new("router"));
     let endpoints = Arc::new(Table::new("endpoints"));
@@ -244,7 +244,13 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     );
     decide(
         "remember",
-        Box::pin(remembered::run(agent.state.clone(), peers.reader(), pool.reader(), masquerade.last_good.reader())),
+        Box::pin(remembered::run(
+            agent.state.clone(),
+            peers.reader(),
+            pool.reader(),
+            masquerade.last_good.reader(),
+            Arc::clone(&remembered),
+        )),
     );
 
     // === Do ===
@@ -260,6 +266,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             seen: cilium_nodes.reader(),
             nodes: nodes.reader(),
             pool: pool.reader(),
+            remembered: remembered.reader(),
             held: held.reader(),
         };
         let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), sources, mirror));
@@ -302,6 +309,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             store: agent.lease_store,
             map: endpoint_map,
             pool: pool.reader(),
+            remembered: remembered.reader(),
             network: network.reader(),
             peers: peers.reader(),
             nodes: nodes.reader(),

@@ -5,6 +5,7 @@ use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::{PeerRow, PoolRow};
 use crate::tables::{Reader, Table};
 use cistern_core::masquerade::excluded::ConfigFile;
+use ipnet::Ipv4Net;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,24 +26,32 @@ struct Remembered {
     peers: BTreeMap<String, PeerRow>,
 }
 
-/// The tables `peers` and `pool`.
-pub type Seeded = (Arc<Table<String, PeerRow>>, Arc<Table<(), PoolRow>>);
+/// Tables that begin with what was known last.
+pub struct Seeded {
+    /// The nodes of the cluster.
+    pub peers: Arc<Table<String, PeerRow>>,
+    /// Where this node's pods get their addresses from.
+    pub pool: Arc<Table<(), PoolRow>>,
+    /// The pod CIDR that is on disk.
+    pub remembered: Arc<Table<(), Ipv4Net>>,
+}
 
-/// The tables `peers` and `pool`, holding what was known last. They count as synced then: routes and exclusions that
-/// follow from them are those that the kernel has already.
+/// The tables, holding what was known last. They count as synced then: routes and exclusions that follow from them are
+/// those that the kernel has already.
 #[must_use]
 pub fn tables(state: &StateDir, findings: &Findings) -> Seeded {
-    let (peers, pool) = (Table::new("peers"), Table::new("pool"));
+    let (peers, pool, on_disk) = (Table::new("peers"), Table::new("pool"), Table::new("remembered-pool"));
     let (remembered, set_aside) = state.read::<Remembered>(NODE, Some(FORMAT));
     findings.add(STATE, set_aside.as_ref().map(unreadable));
     if let Some(remembered) = remembered {
         tracing::info!(block = ?remembered.pool.as_ref().map(|row| row.pod_cidr), nodes = remembered.peers.len(), "serving from what was known last");
         peers.publish(remembered.peers);
         if let Some(row) = remembered.pool {
+            on_disk.publish(BTreeMap::from([((), row.pod_cidr)]));
             pool.publish(BTreeMap::from([((), row)]));
         }
     }
-    (Arc::new(peers), Arc::new(pool))
+    Seeded { peers: Arc::new(peers), pool: Arc::new(pool), remembered: Arc::new(on_disk) }
 }
 
 /// Source of findings about state files.
@@ -68,12 +77,14 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// A disk that refused is tried again after this long.
 const DISK_RETRY: Duration = Duration::from_secs(15);
 
-/// Keeps the files equal to the tables until dropped. A disk that refuses is tried again.
+/// Keeps the files equal to the tables until dropped, and says in `remembered` which pod CIDR is there. A disk that refuses
+/// is tried again.
 pub async fn run(
     state: StateDir,
     mut peers: Reader<String, PeerRow>,
     mut pool: Reader<(), PoolRow>,
     mut last_good: Reader<(), Option<ConfigFile>>,
+    remembered: Arc<Table<(), Ipv4Net>>,
 ) {
     let mut written = None;
     let mut written_list = 0;
@@ -86,7 +97,11 @@ pub async fn run(
         };
         if written.as_ref() != Some(&now) && (now.pool.is_some() || !now.peers.is_empty()) {
             match state.write(NODE, &now) {
-                Ok(()) => written = Some(now),
+                Ok(()) => {
+                    let pod_cidr = now.pool.as_ref().map(|row| ((), row.pod_cidr));
+                    remembered.publish(pod_cidr.into_iter().collect());
+                    written = Some(now);
+                }
                 Err(error) => {
                     refused = true;
                     tracing::error!(%error, "what a restart without API server needs is not on disk");
@@ -103,7 +118,12 @@ pub async fn run(
                 }
             }
         }
-        tokio::time::sleep(PAUSE).await;
+        // What addresses are given from is waited for.
+        tokio::select! {
+            biased;
+            () = pool.changed() => continue,
+            () = tokio::time::sleep(PAUSE) => {}
+        }
         tokio::select! {
             biased;
             () = peers.changed() => {}

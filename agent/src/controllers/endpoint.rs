@@ -275,6 +275,9 @@ pub struct Parts {
     pub map: Option<Box<dyn EndpointMap>>,
     /// Where this node's pods get their addresses from.
     pub pool: Reader<(), PoolRow>,
+    /// The pod CIDR that a restart would begin with. No address of another one is given: after a crash nobody would know
+    /// that pods have addresses of it.
+    pub remembered: Reader<(), Ipv4Net>,
     /// Devices of this node: their addresses are given to no pod.
     pub network: Reader<(), NetworkRow>,
     /// Every node of the cluster: this node's own row names the router address that was published.
@@ -353,6 +356,7 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
                 None => break,
             },
             () = task.parts.pool.changed() => task.network_changed(),
+            () = task.parts.remembered.changed() => task.network_changed(),
             () = task.parts.network.changed() => task.network_changed(),
             () = task.parts.peers.changed() => task.network_changed(),
             () = task.parts.nodes.changed() => task.network_changed(),
@@ -426,9 +430,16 @@ impl Task {
         let network = self.network(&seen.rows);
         let pool = self.parts.pool.snapshot();
         let pool = pool.rows.get(&());
-        let leaving =
-            pool.filter(|row| row.leaving).map(|row| format!("{} is being left for another pod CIDR", row.pod_cidr));
-        let blocked = pool.and_then(|row| row.blocked.clone()).or(leaving);
+        let remembered = self.parts.remembered.snapshot().rows.get(&()).copied();
+        let not_yet = pool.and_then(|row| {
+            let block = row.pod_cidr;
+            if row.leaving {
+                Some(format!("{block} is being left for another pod CIDR"))
+            } else {
+                (remembered != Some(block)).then(|| format!("{block} is not on disk yet"))
+            }
+        });
+        let blocked = pool.and_then(|row| row.blocked.clone()).or(not_yet);
         self.giving = pool.filter(|_| blocked.is_none()).map(|row| row.pod_cidr);
         self.leases.hold_back(blocked.or_else(|| (!seen.synced).then(|| NETWORK_UNKNOWN.to_owned())));
         let draw = (self.parts.draw)();
@@ -623,11 +634,14 @@ impl Task {
             }
             Command::AllocateAddress(address, owner, pool, reply) => {
                 let outcome = self.leases.allocate_address_for_owner(address, owner, &pool, now);
-                let _ = reply.send(self.durable(outcome).and_then(|answer| Ok(answer?)));
+                let answer = self.durable(outcome).and_then(|answer| Ok(answer?));
+                self.publish();
+                let _ = reply.send(answer);
             }
             Command::Release(address, pool, reply) => {
                 let outcome = self.leases.release_for_owner(address, &pool, now);
                 let answer = self.given_back(outcome, |_| vec![RecordKey::Owner(pool.clone(), address)]);
+                self.publish();
                 let _ = reply.send(answer.and_then(|answer| Ok(answer?)));
             }
             Command::View(reply) => {
@@ -704,8 +718,17 @@ impl Task {
             return;
         }
         let unrecorded = self.unrecorded();
-        let any = self.leases.holds_any() || !unrecorded.is_empty();
-        self.parts.held.publish(BTreeMap::from([((), HeldRow { any, giving: self.giving })]));
+        let pool = self.parts.pool.peek().rows.get(&()).map(|row| row.pod_cidr);
+        let held = self.leases.held().filter_map(|address| match address {
+            IpAddr::V4(address) => Some(address),
+            IpAddr::V6(_) => None,
+        });
+        let held: BTreeSet<Ipv4Addr> = held.chain(unrecorded.keys().copied()).collect();
+        let (within, beyond): (Vec<_>, Vec<_>) =
+            held.into_iter().partition(|address| pool.is_some_and(|pool| pool.contains(address)));
+        self.parts
+            .held
+            .publish(BTreeMap::from([((), HeldRow { any: !within.is_empty(), giving: self.giving, beyond })]));
         let unrecorded = unrecorded.into_iter().map(|(address, (_, ifindex))| (address, entry(ifindex)));
         let leased = self.leases.pods().filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
             (LeaseState::Confirmed { interface, .. }, Some(address)) => Some((address, endpoint(interface)?)),
@@ -740,5 +763,130 @@ pub fn family(text: &str) -> Result<Option<Family>, String> {
         "ipv4" => Ok(Some(Family::Ipv4)),
         "ipv6" => Ok(Some(Family::Ipv6)),
         other => Err(format!("family {other:?}: expected ipv4, ipv6 or nothing")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Nowhere;
+
+    impl LeaseStore for Nowhere {
+        fn write(&mut self, _change: &Change) -> Result<(), String> {
+            Ok(())
+        }
+    }
+
+    struct Rig {
+        ask: Endpoints,
+        pool: Arc<Table<(), PoolRow>>,
+        remembered: Arc<Table<(), Ipv4Net>>,
+        held: Arc<Table<(), HeldRow>>,
+    }
+
+    const NET: &str = "10.33.0.0/26";
+
+    impl Rig {
+        fn start() -> Self {
+            let clock = Clock::following_runtime("2026-01-01T00:00:00Z".parse().unwrap());
+            let pool = Arc::new(Table::new("pool"));
+            pool.publish(BTreeMap::from([((), PoolRow::new(NET.parse().unwrap()))]));
+            let remembered = Arc::new(Table::new("remembered-pool"));
+            let network: Table<(), NetworkRow> = Table::new("network");
+            network.publish(BTreeMap::from([((), NetworkRow::default())]));
+            let (peers, nodes) = (Table::new("peers"), Table::new("nodes"));
+            let held = Arc::new(Table::new("held"));
+            let mut drawn = 7;
+            let parts = Parts {
+                node: "a".into(),
+                records: Vec::new(),
+                timings: Timings::default(),
+                configured_router: None,
+                rebooted: false,
+                times: RecordTimes::Continue,
+                namespace: Box::new(|_| Namespace::There),
+                host_side: Box::new(|_| "lxc".to_owned()),
+                remove_device: Box::new(|_| Ok(())),
+                draw: Box::new(move || {
+                    drawn += 1;
+                    drawn
+                }),
+                store: Box::new(Nowhere),
+                map: None,
+                pool: pool.reader(),
+                remembered: remembered.reader(),
+                network: network.reader(),
+                peers: peers.reader(),
+                nodes: nodes.reader(),
+                router: Arc::new(Table::new("router")),
+                endpoints: Arc::new(Table::new("endpoints")),
+                held: Arc::clone(&held),
+                waits: Waits::new(clock),
+                findings: Findings::new(clock),
+                clock,
+                wall: clock,
+            };
+            let (ask, task) = start(parts, CancellationToken::new());
+            tokio::spawn(async move {
+                task.await;
+                drop((network, peers, nodes));
+            });
+            Self { ask, pool, remembered, held }
+        }
+
+        async fn remember(&self) {
+            self.remembered.publish(BTreeMap::from([((), NET.parse().unwrap())]));
+            self.settle().await;
+        }
+
+        async fn settle(&self) {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+
+        /// An address by name; the router has one of the two.
+        async fn take(&self) -> Option<IpAddr> {
+            for text in ["10.33.0.20", "10.33.0.21"] {
+                let address = text.parse().unwrap();
+                if self.ask.allocate_address(address, "ns/x".into(), "default".into()).await.is_ok() {
+                    return Some(address);
+                }
+            }
+            None
+        }
+
+        fn held(&self) -> HeldRow {
+            self.held.snapshot().rows[&()].clone()
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_that_is_asked_for_by_name_is_held_until_it_is_given_back() {
+        let rig = Rig::start();
+        rig.remember().await;
+        assert!(!rig.held().any);
+        let address = rig.take().await.unwrap();
+        assert!(rig.held().any);
+        // Of another block, it is told as such.
+        rig.pool.publish(BTreeMap::from([((), PoolRow::new("10.33.0.64/26".parse().unwrap()))]));
+        rig.settle().await;
+        let IpAddr::V4(ipv4) = address else { unreachable!() };
+        assert_eq!((rig.held().any, rig.held().beyond), (false, vec![ipv4]));
+        rig.ask.release(address, "default".into()).await.unwrap();
+        assert!(rig.held().beyond.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_address_is_given_of_a_pod_cidr_that_is_not_on_disk_or_is_being_left() {
+        let rig = Rig::start();
+        rig.settle().await;
+        assert_eq!((rig.held().giving, rig.take().await), (None, None));
+        rig.remember().await;
+        assert_eq!(rig.held().giving, NET.parse().ok());
+        rig.pool.publish(BTreeMap::from([((), PoolRow { leaving: true, ..PoolRow::new(NET.parse().unwrap()) })]));
+        rig.settle().await;
+        assert_eq!((rig.held().giving, rig.take().await), (None, None));
+        let request = OwnerRequest { owner: "ns/x".into(), pool: None, family: None, expiration: None };
+        assert!(rig.ask.allocate(request).await.unwrap_err().to_string().contains("being left"));
     }
 }

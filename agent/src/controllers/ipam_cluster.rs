@@ -4,6 +4,7 @@ use crate::clock::Clock;
 use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::cluster::cluster_pool::{Input, Ledger, Node, Plan, Records, Settings, plan};
+use ipnet::IpNet;
 use jiff::Timestamp;
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -81,6 +82,8 @@ pub async fn run<R: BlockRecords>(
     let mut read_again = false;
     // Records that were not what this leader knew are a doubt as well.
     let mut surprised: Option<Instant> = None;
+    // What was written, and may arrive yet.
+    let mut attempted = None;
     loop {
         let begun = Instant::now();
         let snapshot = cilium_nodes.synced().await;
@@ -98,7 +101,7 @@ pub async fn run<R: BlockRecords>(
                 Ok(now) => {
                     read_again = false;
                     if now != recorded {
-                        surprised = Some(begun);
+                        surprised = surprised.max((attempted.as_ref() != Some(&now)).then_some(begun));
                         (known, ledger) = replaced(&settings, now.clone(), &known, &clock);
                         recorded = now;
                         continue;
@@ -124,11 +127,12 @@ pub async fn run<R: BlockRecords>(
                     true
                 }
                 Err(NotWritten::Failed(reason)) => {
+                    attempted = Some(records);
                     waits.begin(WAIT, reason, Some(RECORDS_RETRY));
                     false
                 }
                 Err(NotWritten::Replaced(now)) => {
-                    surprised = Some(begun);
+                    surprised = surprised.max((attempted.as_ref() != Some(&now)).then_some(begun));
                     (known, ledger) = replaced(&settings, now.clone(), &known, &clock);
                     recorded = now;
                     continue;
@@ -210,8 +214,9 @@ fn input(rows: &BTreeMap<String, CiliumNodeRow>, settled: bool) -> Input {
             name: name.clone(),
             uid: row.uid.clone(),
             created: row.created.unwrap_or(Timestamp::UNIX_EPOCH),
-            deleting: row.deleting,
+            deleting: row.deleting || row.unreadable.is_some(),
             pod_cidrs: row.pod_cidrs.clone(),
+            claim: row.claim.map(IpNet::V4),
             error: row.operator_error.clone().unwrap_or_default(),
         })
         .collect();

@@ -43,7 +43,7 @@ struct Input<'a> {
     network: &'a NetworkRow,
     /// What is served now.
     current: Option<&'a PoolRow>,
-    held: HeldRow,
+    held: &'a HeldRow,
     source: Source<'a>,
 }
 
@@ -84,11 +84,17 @@ pub async fn run(mut inputs: Inputs, pool: Arc<Table<(), PoolRow>>, waits: Waits
             },
             IpamMode::Kubernetes => Source::Node { row: node, require_ipv6: inputs.require_ipv6 },
         };
-        let held = inputs.held.snapshot().rows.get(&()).copied().unwrap_or(HeldRow::UNKNOWN);
+        let held = inputs.held.snapshot().rows.get(&()).cloned().unwrap_or(HeldRow::UNKNOWN);
         let before = pool.snapshot();
         let current = before.rows.get(&());
-        let Planned { row, wait } =
-            plan(&Input { node: &inputs.node, peers: &peers.rows, network: &network_row, current, held, source });
+        let Planned { row, wait } = plan(&Input {
+            node: &inputs.node,
+            peers: &peers.rows,
+            network: &network_row,
+            current,
+            held: &held,
+            source,
+        });
         match wait {
             Some(reason) => waits.begin(WAIT, reason, None),
             None => waits.end(WAIT),
@@ -144,25 +150,26 @@ struct Planned {
 }
 
 fn plan(input: &Input<'_>) -> Planned {
-    let (row, wait) = match &input.source {
+    let (row, listed, wait) = match &input.source {
         Source::CiliumNode { all, node_uid } => {
             let served = input.current.map(PoolRow::served);
+            let HeldRow { any, beyond, .. } = input.held;
             let lists = all.map(lists_of);
-            let choice = cluster_pool::choose_among(input.node, served.as_ref(), lists, *node_uid, input.held.any);
-            (choice.served.map(PoolRow::from), choice.wait)
+            let choice = cluster_pool::choose_among(input.node, served.as_ref(), lists, *node_uid, *any, beyond);
+            (choice.served.map(PoolRow::from), choice.list.is_none(), choice.wait)
         }
         Source::Node { row, require_ipv6 } => {
             let told = row.map(|row| NodeCidrs::read(&row.pod_cidrs, &row.annotations));
             let current = input.current.map(|row| row.pod_cidr);
             let choice = host_scope::choose(input.node, current, told.as_ref(), *require_ipv6, input.held.any);
-            (choice.pod_cidr.map(PoolRow::new), choice.wait)
+            (choice.pod_cidr.map(PoolRow::new), true, choice.wait)
         }
     };
     // Nothing was held a moment ago. Before another block takes its place, whoever gives addresses must have heard of it,
-    // so that nothing will be.
+    // so that nothing will be; and what is given up must have gone off the list, so that it is not taken from there again.
     if let Some(current) = input.current
         && row.as_ref().map(|row| row.pod_cidr) != Some(current.pod_cidr)
-        && input.held.giving == Some(current.pod_cidr)
+        && (input.held.giving == Some(current.pod_cidr) || (row.is_none() && !listed))
     {
         return Planned { row: Some(PoolRow { leaving: true, ..current.clone() }), wait };
     }
@@ -247,7 +254,7 @@ mod tests {
             })
             .collect();
         let source = Source::CiliumNode { all: Some(&rows), node_uid: None };
-        plan(&Input { node, peers, network: &network, current: None, held: HeldRow::UNKNOWN, source })
+        plan(&Input { node, peers, network: &network, current: None, held: &HeldRow::UNKNOWN, source })
     }
 
     #[test]
@@ -268,14 +275,24 @@ mod tests {
         let planned = |current: &PoolRow, held: HeldRow| {
             let source = Source::Node { row: Some(&node), require_ipv6: false };
             let peers = BTreeMap::new();
-            plan(&Input { node: "n1", peers: &peers, network: &network, current: Some(current), held, source }).row
+            plan(&Input { node: "n1", peers: &peers, network: &network, current: Some(current), held: &held, source })
+                .row
         };
         let leaving = PoolRow { leaving: true, ..PoolRow::new(old) };
-        assert_eq!(planned(&PoolRow::new(old), HeldRow { any: false, giving: Some(old) }), Some(leaving.clone()));
-        assert_eq!(planned(&leaving, HeldRow { any: false, giving: Some(old) }), Some(leaving.clone()));
-        assert_eq!(planned(&leaving, HeldRow { any: false, giving: None }), Some(PoolRow::new(new)));
+        assert_eq!(
+            planned(&PoolRow::new(old), HeldRow { any: false, giving: Some(old), beyond: Vec::new() }),
+            Some(leaving.clone())
+        );
+        assert_eq!(
+            planned(&leaving, HeldRow { any: false, giving: Some(old), beyond: Vec::new() }),
+            Some(leaving.clone())
+        );
+        assert_eq!(
+            planned(&leaving, HeldRow { any: false, giving: None, beyond: Vec::new() }),
+            Some(PoolRow::new(new))
+        );
         // An address was given meanwhile.
-        assert_eq!(planned(&leaving, HeldRow { any: true, giving: None }), Some(PoolRow::new(old)));
+        assert_eq!(planned(&leaving, HeldRow { any: true, giving: None, beyond: Vec::new() }), Some(PoolRow::new(old)));
     }
 
     #[test]
@@ -325,7 +342,7 @@ mod tests {
             peers: &peers,
             network: &network,
             current: None,
-            held: HeldRow::UNKNOWN,
+            held: &HeldRow::UNKNOWN,
             source: Source::Node { row: Some(&node), require_ipv6: false },
         });
         let row = planned.row.unwrap();

@@ -64,14 +64,8 @@ mod tests {
         CiliumNodeRow {
             uid: "u".into(),
             resource_version: "1".into(),
-            created: None,
-            deleting: false,
             owner: owner.map(|owner| (owner.to_owned(), "nu".to_owned())),
-            addresses: Vec::new(),
-            pod_cidrs: Vec::new(),
-            operator_error: None,
-            uninstall: None,
-            uninstalled: None,
+            ..CiliumNodeRow::default()
         }
     }
 

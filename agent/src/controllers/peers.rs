@@ -52,17 +52,12 @@ mod tests {
         CiliumNodeRow {
             uid: "u".into(),
             resource_version: "1".into(),
-            created: None,
-            deleting: false,
-            owner: None,
             addresses: addresses
                 .iter()
                 .map(|(kind, ip)| NodeAddress { kind: (*kind).into(), ip: ip.parse().unwrap() })
                 .collect(),
             pod_cidrs: pod_cidrs.iter().map(|text| (*text).into()).collect(),
-            operator_error: None,
-            uninstall: None,
-            uninstalled: None,
+            ..CiliumNodeRow::default()
         }
     }
 

@@ -9,8 +9,9 @@ use crate::tables::rows::{
     CiliumNodeIpam, CiliumNodeRow, HeldRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow, lists_of,
 };
 use crate::tables::{Followed, Reader, Snapshot};
-use cistern_core::ipam::node::cluster_pool;
+use cistern_core::ipam::node::cluster_pool::{self, List};
 use cistern_crds::CiliumNode;
+use ipnet::Ipv4Net;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Client, ResourceExt};
 use serde_json::{Map, Value, json};
@@ -50,6 +51,8 @@ pub struct Sources {
     pub nodes: Reader<String, NodeRow>,
     /// Where this node's pods get their addresses from.
     pub pool: Reader<(), PoolRow>,
+    /// The pod CIDR that is on disk.
+    pub remembered: Reader<(), Ipv4Net>,
     /// Whether anybody holds an address of this node.
     pub held: Reader<(), HeldRow>,
 }
@@ -89,25 +92,31 @@ impl OwnNode {
     }
 
     /// What the list of blocks has to become; none when it is as it shall be, or when it is not known yet what is served.
-    fn list(&self, snapshot: &Snapshot<String, CiliumNodeRow>) -> Option<Vec<String>> {
+    fn list(&self, snapshot: &Snapshot<String, CiliumNodeRow>) -> Option<List> {
         let pool = self.sources.pool.peek();
         let pool = pool.rows.get(&())?;
-        let listed = snapshot.rows.get(&self.name).map(|row| row.pod_cidrs.as_slice()).unwrap_or_default();
+        let row = snapshot.rows.get(&self.name);
+        let listed = row.map(|row| row.pod_cidrs.as_slice()).unwrap_or_default();
         if self.mirror {
-            let mirrored = vec![pool.pod_cidr.to_string()];
-            return (listed != mirrored).then_some(mirrored);
+            let pod_cidrs = vec![pool.pod_cidr.to_string()];
+            return (listed != pod_cidrs).then_some(List { pod_cidrs, claim: None });
         }
-        // Whoever serves the block decides from the same rows, perhaps a moment later; what it has not done yet is not
-        // written.
-        let held = self.sources.held.peek().rows.get(&()).copied().unwrap_or(HeldRow::UNKNOWN).any;
+        // Whoever serves the block decides from the same rows, perhaps a moment later; what it has not done yet, or what a
+        // crash would undo, is not written.
+        let held = self.sources.held.peek().rows.get(&()).cloned().unwrap_or(HeldRow::UNKNOWN);
+        let HeldRow { any, giving, beyond } = held;
         let nodes = self.sources.nodes.peek();
         let node_uid = nodes.rows.get(&self.name).map(|row| row.uid.as_str());
         let (served, lists) = (pool.served(), lists_of(&snapshot.rows));
-        let choice = cluster_pool::choose_among(&self.name, Some(&served), Some(lists), node_uid, held);
-        choice
-            .served
-            .filter(|served| served.block == pool.pod_cidr)
-            .and_then(|served| cluster_pool::list(listed, &served))
+        let choice = cluster_pool::choose_among(&self.name, Some(&served), Some(lists), node_uid, any, &beyond);
+        let is_done = match choice.served {
+            Some(served) => {
+                let remembered = self.sources.remembered.peek().rows.get(&()).copied();
+                served.block == pool.pod_cidr && remembered == Some(pool.pod_cidr)
+            }
+            None => pool.leaving && giving.is_none(),
+        };
+        choice.list.filter(|_| is_done)
     }
 }
 
@@ -134,6 +143,13 @@ impl Operations for OwnNode {
         if let Some(owner) = &value.owner {
             metadata.insert("ownerReferences".to_owned(), owner_references(owner));
         }
+        let has_claim = snapshot.rows.get(name).is_some_and(|row| row.claim.is_some());
+        if let Some(List { claim, .. }) = &list
+            && (claim.is_some() || has_claim)
+        {
+            let claim = claim.map(|claim| claim.to_string());
+            metadata.insert("annotations".to_owned(), json!({cluster_pool::CLAIM: claim}));
+        }
         let written = match snapshot.rows.get(name) {
             None => {
                 if let Some(retry_after) = too_soon(self.made) {
@@ -143,7 +159,7 @@ impl Operations for OwnNode {
                     "apiVersion": "cilium.io/v2", "kind": KIND, "metadata": metadata,
                     "spec": {
                         "addresses": addresses(&value.addresses),
-                        "ipam": {"podCIDRs": list.unwrap_or_default()},
+                        "ipam": {"podCIDRs": list.map(|list| list.pod_cidrs).unwrap_or_default()},
                     },
                 }))
                 .map_err(|source| KubernetesError::Call {
@@ -157,18 +173,21 @@ impl Operations for OwnNode {
                 self.made = Some(Instant::now());
                 made
             }
+            Some(CiliumNodeRow { unreadable: Some(reason), .. }) => {
+                return Err(KubernetesError::Unreadable { kind: KIND, name: name.clone(), reason: reason.clone() });
+            }
             Some(row) => {
                 let mut spec = Map::from_iter([("addresses".to_owned(), addresses(&value.addresses))]);
                 let lists = list.is_some();
                 if let Some(list) = list {
                     if !self.mirror {
                         if let Some(retry_after) = too_soon(self.listed) {
-                            return Err(KubernetesError::Undone { kind: KIND, name: name.clone(), retry_after });
+                            return Err(KubernetesError::TooSoon { kind: KIND, name: name.clone(), retry_after });
                         }
                         // The operator may be giving it one at this moment.
                         metadata.insert("resourceVersion".to_owned(), json!(row.resource_version));
                     }
-                    spec.insert("ipam".to_owned(), json!({"podCIDRs": list}));
+                    spec.insert("ipam".to_owned(), json!({"podCIDRs": list.pod_cidrs}));
                 }
                 let patch = json!({"metadata": metadata, "spec": spec});
                 let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
@@ -192,6 +211,8 @@ impl Operations for OwnNode {
         let snapshot = self.sources.seen.synced().await;
         // What changes after this moment is looked at again.
         self.sources.pool.snapshot();
+        self.sources.remembered.snapshot();
+        self.sources.held.snapshot();
         if let Some(written) = &self.written
             && written.is_newer_than(&snapshot)
         {
@@ -221,6 +242,8 @@ impl Operations for OwnNode {
         tokio::select! {
             () = self.sources.seen.changed() => {}
             () = self.sources.pool.changed() => {}
+            () = self.sources.remembered.changed() => {}
+            () = self.sources.held.changed() => {}
         }
     }
 }

@@ -75,6 +75,18 @@ pub enum KubernetesError {
         /// Name of the object.
         name: String,
     },
+    /// An object cannot be read as it is now; nothing was written.
+    #[error(
+        "patch {kind} {name}: not written, the object cannot be read: {reason}; expected a form of its kind that this version knows"
+    )]
+    Unreadable {
+        /// Kind of the object.
+        kind: &'static str,
+        /// Name of the object.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// An object that was made a moment ago is gone; nothing was written.
     #[error(
         "create {kind} {name}: the one that was made a moment ago is gone, perhaps with an owner that does not exist any \
@@ -89,9 +101,9 @@ pub enum KubernetesError {
         /// When it may be made again.
         retry_after: Duration,
     },
-    /// What was written a moment ago is gone again; nothing was written.
-    #[error("patch {kind} {name}: what it was given a moment ago was taken away by somebody; it is written again in {} s", retry_after.as_secs())]
-    Undone {
+    /// The blocks of an object were written a moment ago; nothing was written.
+    #[error("patch {kind} {name}: its blocks were written a moment ago; they are written again in {} s", retry_after.as_secs())]
+    TooSoon {
         /// Kind of the object.
         kind: &'static str,
         /// Name of the object.
@@ -130,8 +142,8 @@ impl KubernetesError {
 impl Classify for KubernetesError {
     fn class(&self) -> ErrorClass {
         match self {
-            Self::Config { .. } => ErrorClass::Permanent,
-            Self::Vanished { retry_after, .. } | Self::Undone { retry_after, .. } => {
+            Self::Config { .. } | Self::Unreadable { .. } => ErrorClass::Permanent,
+            Self::Vanished { retry_after, .. } | Self::TooSoon { retry_after, .. } => {
                 ErrorClass::Throttled { retry_after: Some(*retry_after) }
             }
             Self::Timeout { .. } | Self::NotLeader { .. } => ErrorClass::Transient,

@@ -3,6 +3,7 @@
 use super::node_condition;
 use super::watch::{View, ViewError};
 use crate::tables::rows::{CiliumNodeRow, NodeAddress, NodeCondition, NodeRow};
+use cistern_core::ipam::node::cluster_pool::CLAIM;
 use cistern_core::ipam::node::host_scope::is_network_annotation;
 use cistern_core::uninstall;
 use cistern_crds::CiliumNode;
@@ -12,22 +13,22 @@ use kube::ResourceExt;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-/// Nodes. One that cannot be read is left out: nothing is taken from pods for want of a Node.
-pub const NODES: View<Node, NodeRow> = View { read: node, unreadable: |_, _| None };
+/// Nodes. One that cannot be read is as it was, or left out: nothing is taken from pods for want of a Node.
+pub const NODES: View<Node, NodeRow> = View { read: node, unreadable: |kept, _, _| kept };
 
-/// CiliumNodes. One that cannot be read is there all the same, and lists something: who has which block is known without
-/// it, and no leader may take it for deleted.
+/// CiliumNodes. One that cannot be read is there all the same: who has which block is known without it, and no leader may
+/// take it for deleted.
 pub const CILIUM_NODES: View<CiliumNode, CiliumNodeRow> =
     View { read: cilium_node, unreadable: unreadable_cilium_node };
 
-fn unreadable_cilium_node(meta: &ObjectMeta, problem: &str) -> Option<CiliumNodeRow> {
+fn unreadable_cilium_node(kept: Option<CiliumNodeRow>, meta: &ObjectMeta, problem: &str) -> Option<CiliumNodeRow> {
     Some(CiliumNodeRow {
         uid: meta.uid.clone()?,
         resource_version: meta.resource_version.clone().unwrap_or_default(),
         created: meta.creation_timestamp.as_ref().map(|time| time.0),
         deleting: meta.deletion_timestamp.is_some(),
-        pod_cidrs: vec![problem.to_owned()],
-        ..CiliumNodeRow::default()
+        unreadable: Some(problem.to_owned()),
+        ..kept.unwrap_or_default()
     })
 }
 
@@ -81,6 +82,8 @@ pub fn cilium_node(object: &CiliumNode) -> Result<CiliumNodeRow, ViewError> {
             .and_then(|status| status.ipam.operator_status.as_ref())
             .and_then(|status| status.error.clone())
             .filter(|error| !error.is_empty()),
+        claim: object.annotations().get(CLAIM).and_then(|text| text.parse().ok()),
+        unreadable: None,
         uninstall: object.annotations().get(uninstall::REQUEST).cloned(),
         uninstalled: object.annotations().get(uninstall::ANSWER).cloned(),
     })

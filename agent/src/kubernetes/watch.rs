@@ -49,8 +49,7 @@ fn named(name: &str) -> String {
 /// The table is marked synced after the first whole list. When the watch breaks, rows stay as they are, the break is a
 /// wait with its reason, and the watch goes on where it stood, or after a new list when the server has forgotten what came
 /// since, or when it was restored from a backup ([`Which`]): what it has lost is told by no watch. An object that cannot be
-/// read keeps the row it had: somebody's typing error must not look like a deletion. Where it had none, it gets what
-/// `unreadable` makes of its metadata and of what is wrong.
+/// read has the row that [`View::unreadable`] makes: somebody's typing error must not look like a deletion.
 pub async fn run<K, Row>(
     name: &'static str,
     client: Client,
@@ -66,7 +65,8 @@ pub async fn run<K, Row>(
 {
     let wait = format!("watch {name}");
     let mut delay = FIRST_DELAY;
-    let mut this = Watch { api: Api::all(client), which, table, view, version: None, broke: false, probed: None };
+    let mut this =
+        Watch { api: Api::all(client), which, table, view, version: None, broke: false, listed: None, probed: None };
     loop {
         let begun = Instant::now();
         let outcome = tokio::select! {
@@ -76,14 +76,14 @@ pub async fn run<K, Row>(
         };
         let lasted = begun.elapsed();
         // What a server ends in time, at the request of the watch, is complete.
-        this.broke = lasted < Duration::from_secs(u64::from(WATCH_SECONDS));
+        this.broke = outcome != Ok(End::Told) || lasted < Duration::from_secs(u64::from(WATCH_SECONDS));
         if lasted >= STEADY {
             delay = FIRST_DELAY;
         }
         let reason = match outcome {
             Err(reason) => reason,
-            Ok(()) if lasted >= STEADY => continue,
-            Ok(()) => {
+            Ok(_) if lasted >= STEADY => continue,
+            Ok(_) => {
                 // It may never tell anything; lists do.
                 this.version = None;
                 format!("watch: ended by the server after {} ms", lasted.as_millis())
@@ -103,8 +103,8 @@ pub async fn run<K, Row>(
 pub struct View<K, Row> {
     /// An object.
     pub read: fn(&K) -> Result<Row, ViewError>,
-    /// One of which only the metadata could be read, with what is wrong; none leaves it out.
-    pub unreadable: fn(&ObjectMeta, &str) -> Option<Row>,
+    /// One of which only the metadata can be read: from what it was before, if it was, and what is wrong. None leaves it out.
+    pub unreadable: fn(Option<Row>, &ObjectMeta, &str) -> Option<Row>,
 }
 
 /// A broken watch is begun again after this long, doubled each time up to [`LONGEST_DELAY`].
@@ -120,16 +120,28 @@ const LIST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Objects in a page of a list.
 const PAGE: u32 = 500;
 
+/// A whole list is taken this long after the one before. Nodes that started at different times list at different times.
+const LIST_AGAIN: Duration = Duration::from_secs(3600);
+
 /// How long the server keeps a watch, in seconds.
 const WATCH_SECONDS: u32 = 290;
 
-/// A connection that tells nothing for so long counts as dead, which costs two small calls where it is not: servers send a
-/// bookmark every minute. Shorter than leaders wait for nodes to hear of a restored server
+/// A connection that tells nothing for so long counts as dead; where it is not, that costs what the beginning of a watch
+/// costs: servers send a bookmark every minute. Shorter than leaders wait for nodes to hear of a restored server
 /// ([`crate::controllers::ipam_cluster::SETTLE`]).
 const DEAD_AFTER: Duration = Duration::from_secs(75);
 
 /// The server does not know any more what came after the version that was asked for.
 const GONE: u16 = 410;
+
+/// How a watch ended.
+#[derive(Debug, PartialEq, Eq)]
+enum End {
+    /// By the server.
+    Told,
+    /// It told nothing any more.
+    Silent,
+}
 
 struct Watch<K, Row> {
     api: Api<DeserializeGuard<K>>,
@@ -140,6 +152,8 @@ struct Watch<K, Row> {
     version: Option<String>,
     /// The last watch ended before its time.
     broke: bool,
+    /// When a list was taken last.
+    listed: Option<Instant>,
     /// Resource version of the object of [`Which::AllOf`], as last told.
     probed: Option<String>,
 }
@@ -151,9 +165,9 @@ where
     Row: Clone + PartialEq + Debug,
 {
     /// Lists if need be, then follows one watch to its end. `well` is told whenever the server has answered.
-    async fn follow(&mut self, mut well: impl FnMut()) -> Result<(), String> {
+    async fn follow(&mut self, mut well: impl FnMut()) -> Result<End, String> {
         let version = match &self.version {
-            Some(version) if !self.went_back(version).await? => version.clone(),
+            Some(version) if !self.is_list_due() && !self.went_back(version).await? => version.clone(),
             _ => self.list().await?,
         };
         let params =
@@ -162,7 +176,12 @@ where
             self.api.watch(&params, &version).await.map_err(|error| self.failed("start of the watch", &error))?;
         let mut stream = std::pin::pin!(stream);
         well();
-        while let Ok(Some(event)) = tokio::time::timeout(DEAD_AFTER, stream.next()).await {
+        loop {
+            let event = match tokio::time::timeout(DEAD_AFTER, stream.next()).await {
+                Ok(Some(event)) => event,
+                Ok(None) => return Ok(End::Told),
+                Err(_) => return Ok(End::Silent),
+            };
             let version = match event.map_err(|error| self.failed("watch", &error))? {
                 WatchEvent::Added(object) | WatchEvent::Modified(object) => {
                     let version = object.resource_version();
@@ -195,7 +214,11 @@ where
             self.version = version.or(self.version.take());
             well();
         }
-        Ok(())
+    }
+
+    /// What only a list can find is found in the end, by each node at another time.
+    fn is_list_due(&self) -> bool {
+        self.listed.is_some_and(|listed| listed.elapsed() >= LIST_AGAIN)
     }
 
     fn selector(&self) -> Option<String> {
@@ -257,6 +280,7 @@ where
                 self.table.publish_list(rows, &version);
                 self.version = Some(version.clone());
                 self.probed = probed;
+                self.listed = Some(Instant::now());
                 return Ok(version);
             }
         }
@@ -294,11 +318,9 @@ where
         Err(invalid) => format!("{} {name}: {}", K::kind(&K::DynamicType::default()), invalid.error),
     };
     let kept = table.snapshot().rows.get(&name).cloned();
-    let (row, in_force) = match kept {
-        Some(row) => (Some(row), "what it said before"),
-        None => ((view.unreadable)(object.meta(), &problem), "nothing of it"),
-    };
+    let in_force = if kept.is_some() { "what it said before" } else { "nothing of it" };
     tracing::warn!(table = table.name(), error = problem, in_force, "object cannot be read");
+    let row = (view.unreadable)(kept, object.meta(), &problem);
     row.map(|row| (name, row))
 }
 

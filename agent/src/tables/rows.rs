@@ -1,11 +1,12 @@
 //! The rows of the tables that are observed: API objects, links, addresses and routes in our own types.
 
-use cistern_core::ipam::node::cluster_pool::Served;
+use cistern_core::ipam::cluster::cluster_pool::is_refusal;
+use cistern_core::ipam::node::cluster_pool::{Listed, Served};
 use ipnet::{IpNet, Ipv4Net};
 use jiff::Timestamp;
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 
 /// An address of a node with its type, as Node and CiliumNode list it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -59,6 +60,10 @@ pub struct CiliumNodeRow {
     pub addresses: Vec<NodeAddress>,
     /// `spec.ipam.podCIDRs`
     pub pod_cidrs: Vec<String>,
+    /// The block that the node's agent listed by itself (annotation `cistern.io/claimed-pod-cidr`).
+    pub claim: Option<Ipv4Net>,
+    /// Why the object cannot be read as it is now; then the fields are those of before, if there was a before.
+    pub unreadable: Option<String>,
     /// `status.ipam.operator-status.error`, absent when empty.
     pub operator_error: Option<String>,
     /// The request to take everything of ours off the node, if there ever was one.
@@ -70,7 +75,7 @@ pub struct CiliumNodeRow {
 impl CiliumNodeRow {
     /// The first address of a kind, IPv4 only.
     #[must_use]
-    pub fn ipv4(&self, kind: &str) -> Option<std::net::Ipv4Addr> {
+    pub fn ipv4(&self, kind: &str) -> Option<Ipv4Addr> {
         self.addresses.iter().filter(|address| address.kind == kind).find_map(|address| match address.ip {
             IpAddr::V4(ip) => Some(ip),
             IpAddr::V6(_) => None,
@@ -107,9 +112,9 @@ pub struct RouteRow {
     /// Device; none for an unreachable route.
     pub ifindex: Option<u32>,
     /// Next hop.
-    pub gateway: Option<std::net::Ipv4Addr>,
+    pub gateway: Option<Ipv4Addr>,
     /// Source address that the route prefers.
-    pub source: Option<std::net::Ipv4Addr>,
+    pub source: Option<Ipv4Addr>,
 }
 
 /// What the node's network looks like: devices by index, and the unicast routes of the main table.
@@ -137,9 +142,9 @@ pub struct Wait {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, serde::Deserialize)]
 pub struct PeerRow {
     /// `InternalIP` addresses, in the object's order.
-    pub internal_ips: Vec<std::net::Ipv4Addr>,
+    pub internal_ips: Vec<Ipv4Addr>,
     /// The router address the node says it has (`CiliumInternalIP`).
-    pub router: Option<std::net::Ipv4Addr>,
+    pub router: Option<Ipv4Addr>,
     /// Pod CIDRs that could be read; host bits are cut.
     pub pod_cidrs: Vec<Ipv4Net>,
 }
@@ -151,12 +156,9 @@ pub struct PoolRow {
     pub pod_cidr: Ipv4Net,
     /// Why no new address may be given from it, with the fix. Pods that have one keep it.
     pub blocked: Option<String>,
-    /// Another pod CIDR takes its place as soon as it is certain that no address of it is given any more.
+    /// It is given up as soon as it is certain that no address of it is given any more.
     #[serde(default)]
     pub leaving: bool,
-    /// In mode `cluster-pool`: what this node wrote into its CiliumNode itself, and may take off there.
-    #[serde(default)]
-    pub claim: Option<Ipv4Net>,
     /// In mode `cluster-pool`: UID of the Node that the pod CIDR was last listed for.
     #[serde(default)]
     pub node_uid: Option<String>,
@@ -169,39 +171,49 @@ impl PoolRow {
     /// A pod CIDR about which there is nothing else to say.
     #[must_use]
     pub fn new(pod_cidr: Ipv4Net) -> Self {
-        Self { pod_cidr, blocked: None, leaving: false, claim: None, node_uid: None, confirmed: false }
+        Self { pod_cidr, blocked: None, leaving: false, node_uid: None, confirmed: false }
     }
 
     /// As the choice of a block sees it.
     #[must_use]
     pub fn served(&self) -> Served {
-        Served { block: self.pod_cidr, claim: self.claim, node_uid: self.node_uid.clone(), confirmed: self.confirmed }
+        Served {
+            block: self.pod_cidr,
+            leaving: self.leaving,
+            node_uid: self.node_uid.clone(),
+            confirmed: self.confirmed,
+        }
     }
 }
 
 /// What each CiliumNode lists, by name.
-pub fn lists_of(rows: &BTreeMap<String, CiliumNodeRow>) -> impl Iterator<Item = (&str, &[String])> {
-    rows.iter().map(|(name, row)| (name.as_str(), row.pod_cidrs.as_slice()))
+pub fn lists_of(rows: &BTreeMap<String, CiliumNodeRow>) -> impl Iterator<Item = (&str, Listed<'_>)> {
+    rows.iter().map(|(name, row)| {
+        let refused = row.operator_error.as_deref().is_some_and(is_refusal);
+        (name.as_str(), Listed { pod_cidrs: &row.pod_cidrs, claim: row.claim, refused })
+    })
 }
 
 impl HeldRow {
     /// Before the leases are read, every address may be in use.
-    pub const UNKNOWN: Self = Self { any: true, giving: None };
+    pub const UNKNOWN: Self = Self { any: true, giving: None, beyond: Vec::new() };
 }
 
 impl From<Served> for PoolRow {
-    fn from(Served { block, claim, node_uid, confirmed }: Served) -> Self {
-        Self { claim, node_uid, confirmed, ..Self::new(block) }
+    fn from(Served { block, leaving, node_uid, confirmed }: Served) -> Self {
+        Self { leaving, node_uid, confirmed, ..Self::new(block) }
     }
 }
 
 /// Whether addresses of this node are in use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct HeldRow {
-    /// Something holds an address, or may do so.
+    /// Something holds an address of the pod CIDR, or may do so.
     pub any: bool,
     /// Where a new address would come from; none while none is given.
     pub giving: Option<Ipv4Net>,
+    /// Addresses that something holds, and that are not of the pod CIDR.
+    pub beyond: Vec<Ipv4Addr>,
 }
 
 /// What this agent wants its CiliumNode to say. It writes nothing else there.
@@ -222,7 +234,7 @@ pub enum RouteTarget {
     /// By the other node's address, on the device that reaches it directly.
     Via {
         /// Address of the other node.
-        gateway: std::net::Ipv4Addr,
+        gateway: Ipv4Addr,
         /// Device.
         ifindex: u32,
     },
@@ -250,7 +262,7 @@ pub struct ChosenDevice {
     /// Name.
     pub name: String,
     /// Address that pods leave under.
-    pub address: Option<std::net::Ipv4Addr>,
+    pub address: Option<Ipv4Addr>,
     /// Why this device.
     pub reason: String,
 }

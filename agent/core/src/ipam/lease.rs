@@ -1225,14 +1225,16 @@ impl Leases {
         }
     }
 
+    fn may_give(&self) -> Result<(), AddError> {
+        self.held_back.clone().map_or(Ok(()), |reason| Err(AddError::HeldBack { reason }))
+    }
+
     /// Whether new addresses can be given at all.
     fn ready(&mut self, now: Timestamp, draw: u64, changes: &mut Vec<Change>) -> Result<(), AddError> {
         if self.pools.is_empty() {
             return Err(AddError::WaitingForPodCidr);
         }
-        if let Some(reason) = self.held_back.clone() {
-            return Err(AddError::HeldBack { reason });
-        }
+        self.may_give()?;
         for family in self.pools.iter().map(|pool| Family::of_net(&pool.net())).collect::<Vec<_>>() {
             if !self.router.contains_key(&family) {
                 let mut findings = Vec::new();
@@ -1426,6 +1428,7 @@ impl Leases {
     ) -> Outcome<Result<OwnerLease, OwnerError>> {
         let mut changes = self.expire(now);
         let answer = match known_pool(pool)
+            .and_then(|()| Ok(self.may_give()?))
             .and_then(|()| Ok(self.pools.family(Family::of(address))?))
             .and_then(|pool| Ok(pool.allocate(address, &format!("owner {owner}"), now)?))
         {
@@ -1508,10 +1511,13 @@ impl Leases {
         self.pods.values()
     }
 
-    /// Whether anybody holds an address, for good or provisionally.
-    #[must_use]
-    pub fn holds_any(&self) -> bool {
-        !self.pods.is_empty() || !self.owners.is_empty()
+    /// Every address that somebody holds, for good or provisionally.
+    pub fn held(&self) -> impl Iterator<Item = IpAddr> + '_ {
+        let of_pods = self.pods.values().flat_map(|lease| {
+            let ipv4 = lease.addresses.ipv4.map(IpAddr::V4);
+            ipv4.into_iter().chain(lease.addresses.ipv6.map(IpAddr::V6))
+        });
+        of_pods.chain(self.owners.keys().map(|(_, address)| *address))
     }
 
     /// Addresses of each pod CIDR by state, IPv4 first.

@@ -85,7 +85,24 @@ impl Default for Spec {
     }
 }
 
+/// Names the release that tests are to run on, where it is not the default one.
+const KUBERNETES_VARIABLE: &str = "CISTERN_KUBERNETES";
+
 impl Spec {
+    /// What tests run on: the default, on the release that the environment names.
+    ///
+    /// # Errors
+    /// When that is no release.
+    pub fn of_tests() -> Result<Self> {
+        match std::env::var(KUBERNETES_VARIABLE) {
+            Ok(text) => {
+                let kubernetes = minor_release(&text).context(KUBERNETES_VARIABLE)?;
+                Ok(Self { kubernetes, ..Self::default() })
+            }
+            Err(_) => Ok(Self::default()),
+        }
+    }
+
     /// The names of the nodes, in order.
     ///
     /// # Errors

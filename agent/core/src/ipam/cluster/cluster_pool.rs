@@ -190,10 +190,13 @@ pub struct Node {
     pub uid: String,
     /// `metadata.creationTimestamp`
     pub created: Timestamp,
-    /// Whether `metadata.deletionTimestamp` is set: it keeps what it has and is given nothing.
+    /// Whether `metadata.deletionTimestamp` is set, or what it says cannot be read: it keeps what it has and is given
+    /// nothing.
     pub deleting: bool,
     /// `spec.ipam.podCIDRs` as written.
     pub pod_cidrs: Vec<String>,
+    /// The block that the node's agent listed by itself: its pods have addresses of it.
+    pub claim: Option<IpNet>,
     /// `status.ipam.operator-status.error`; empty when absent.
     pub error: String,
 }
@@ -311,8 +314,6 @@ struct Known {
     /// Of its CiliumNode; none while the node is only known from the records.
     uid: Option<String>,
     blocks: Vec<Block<String>>,
-    /// Its CiliumNode listed one of them, or may have done so before this leader.
-    told: bool,
 }
 
 /// What the list of a node amounts to.
@@ -408,8 +409,12 @@ impl Ledger {
     /// Sends the blocks of a node that is gone to quarantine. An unknown node is no matter.
     fn forget(&mut self, node: &str, now: Timestamp) {
         let Some(known) = self.nodes.remove(node) else { return };
+        self.release(known.blocks, now);
+    }
+
+    fn release(&mut self, blocks: Vec<Block<String>>, now: Timestamp) {
         let until = later(now, self.quarantine);
-        for block in known.blocks {
+        for block in blocks {
             if let Some(set) = self.set_mut(Family::of_net(&block.net)) {
                 // The ledger is the only keeper of this proof, so it cannot be stale.
                 let released = set.release(&block, now, until);
@@ -431,7 +436,10 @@ impl Ledger {
                 None => Ok(Claim::Known),
                 Some(net) => {
                     let known = known.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-                    Err(format!("node has CIDRs allocated that conflict: it lists {net} but was given {known}"))
+                    Err(format!(
+                        "node has CIDRs allocated that conflict: it lists {net} but was given {known}; when it lists only \
+                         what it was given, or its CiliumNode is deleted while it has no pods, all is well"
+                    ))
                 }
             };
         }
@@ -453,16 +461,25 @@ impl Ledger {
         Ok(())
     }
 
-    /// Compares what a node was given with what it lists. One that lists a block before it heard of the one that it was
-    /// given has it from an earlier leader, and keeps it where nothing speaks against it; the other block rests.
+    /// Lets a node's blocks rest that are not its own any more, by what it lists: of several of one family, those that are
+    /// not listed beside another; and what it was given, when its agent lists another one by itself, that nothing
+    /// speaks against, and none of those: it has that from before, and heard of nothing else.
     fn hear(&mut self, node: &Node, now: Timestamp) {
         let (listed, unreadable) = parse(&node.pod_cidrs);
         let Some(known) = self.nodes.get_mut(&node.name) else { return };
-        known.told |= known.blocks.iter().any(|block| listed.contains(&block.net));
-        if known.told || listed.is_empty() || unreadable.is_some() || self.check_claim(&node.name, &listed).is_err() {
-            return;
+        let (kept, unlisted): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut known.blocks).into_iter().partition(|block| listed.contains(&block.net));
+        let is_beside =
+            |block: &Block<String>| kept.iter().any(|kept| Family::of_net(&kept.net) == Family::of_net(&block.net));
+        let (left, missing): (Vec<_>, Vec<_>) = unlisted.into_iter().partition(is_beside);
+        let nothing_kept = kept.is_empty();
+        known.blocks = kept.into_iter().chain(missing).collect();
+        known.blocks.sort_by_key(|block| Family::of_net(&block.net));
+        self.release(left, now);
+        let claims = node.claim.is_some_and(|claim| listed.contains(&claim));
+        if nothing_kept && claims && unreadable.is_none() && self.check_claim(&node.name, &listed).is_ok() {
+            self.forget(&node.name, now);
         }
-        self.forget(&node.name, now);
     }
 
     /// Books what [`Self::judge`] accepted, or what is recorded.
@@ -474,7 +491,7 @@ impl Ledger {
                 blocks.extend(set.claim(&of_family(listed, family), &name).map_err(|error| error.to_string())?);
             }
         }
-        self.nodes.insert(name, Known { uid: uid.map(str::to_owned), blocks, told: true });
+        self.nodes.insert(name, Known { uid: uid.map(str::to_owned), blocks });
         Ok(())
     }
 
@@ -508,14 +525,14 @@ impl Ledger {
             let own = set.own_quarantined(&node.name, avoid);
             if own.is_none() && !settled {
                 return Err(format!(
-                    "no {family} pod CIDR yet: nobody led for a while, or the API server was restored from a backup, and \
+                    "no {family} {NOT_YET}, or the API server was restored from a backup, and \
                      nodes list first what they have; two minutes later this node gets one"
                 ));
             }
             if own.is_none() && (full.contains(family) || set.peek(avoid).is_err()) {
                 full.insert(*family);
                 return Err(format!(
-                    "unable to allocate a {family} pod CIDR: the pool is full ({set}); add a CIDR to the list, or wait \
+                    "unable to allocate a {family} pod CIDR: {FULL} ({set}); add a CIDR to the list, or wait \
                      until the blocks of deleted nodes have rested"
                 ));
             }
@@ -529,7 +546,7 @@ impl Ledger {
             };
             blocks.extend(given);
         }
-        let new = || Known { uid: Some(node.uid.clone()), blocks: Vec::new(), told: false };
+        let new = || Known { uid: Some(node.uid.clone()), blocks: Vec::new() };
         let known = self.nodes.entry(node.name.clone()).or_insert_with(new);
         known.blocks.extend(blocks);
         known.blocks.sort_by_key(|block| Family::of_net(&block.net));
@@ -592,6 +609,15 @@ impl Ledger {
 }
 
 const OUTSIDE_POOL: &str = "is kept, but is not a block of the pool as configured now";
+
+const NOT_YET: &str = "pod CIDR yet: nobody led for a while";
+const FULL: &str = "the pool is full";
+
+/// Whether an error that was written to a node says that what it lists is not its to have.
+#[must_use]
+pub fn is_refusal(error: &str) -> bool {
+    !error.is_empty() && !is_outside_pool(error) && !error.contains(NOT_YET) && !error.contains(FULL)
+}
 
 /// Whether an error that was written to a node says that the node keeps a block of an earlier configuration: it needs no
 /// repair.

@@ -32,6 +32,7 @@ fn node(name: &str, created: i64, pod_cidrs: &[&str]) -> Node {
         created: at(created),
         deleting: false,
         pod_cidrs: pod_cidrs.iter().map(|text| (*text).to_owned()).collect(),
+        claim: None,
         error: String::new(),
     }
 }
@@ -232,8 +233,6 @@ fn a_leader_without_history_gives_a_double_claim_to_the_node_created_first_then_
 #[test]
 fn a_node_that_lists_another_block_than_it_was_given_is_told_so_and_the_ledger_stays() {
     let mut cluster = Cluster::new(pool(&["10.33.0.0/24"], 26), vec![node("n1", 1, &[]), node("n2", 2, &[])]);
-    cluster.round();
-    // The leader has seen its own writes.
     cluster.round();
     cluster.get_mut("n1").pod_cidrs = vec!["10.33.0.128/26".to_owned()];
     assert_eq!(cluster.round(), ["n1"]);
@@ -495,14 +494,15 @@ fn a_node_that_was_deleted_under_a_live_agent_gets_its_block_back() {
 }
 
 #[test]
-fn a_node_that_lists_what_it_has_before_it_heard_of_what_it_is_given_keeps_the_first() {
+fn a_node_that_claims_what_it_has_and_heard_of_nothing_else_keeps_it() {
     let mut cluster = Cluster::new(pool(&["10.33.0.0/24"], 26), vec![node("a", 0, &[])]);
     let planned = cluster.plan();
     assert_eq!(planned.nodes["a"].pod_cidrs, Some(vec![net("10.33.0.0/26")]));
     // Recorded, and not written: the agent was faster.
     cluster.records = planned.records.unwrap();
-    cluster.ledger = planned.ledger;
-    cluster.get_mut("a").pod_cidrs = vec!["10.33.0.128/26".into()];
+    cluster.new_leader();
+    let a = cluster.get_mut("a");
+    (a.pod_cidrs, a.claim) = (vec!["10.33.0.128/26".into()], Some(net("10.33.0.128/26")));
     cluster.nodes.push(node("b", 1, &[]));
     cluster.round();
     assert_eq!((cluster.cidrs("a"), cluster.get("a").error.as_str()), (vec!["10.33.0.128/26"], ""));
@@ -510,15 +510,34 @@ fn a_node_that_lists_what_it_has_before_it_heard_of_what_it_is_given_keeps_the_f
     // The other one rests: nobody can be sure that it was not heard of for a moment.
     assert_eq!(cluster.records.quarantine[0].cidr, net("10.33.0.0/26"));
     assert_eq!(cluster.cidrs("b"), ["10.33.0.64/26"]);
-    // Heard of once, it is the node's, and another list is a contradiction.
-    cluster.get_mut("b").pod_cidrs = vec!["10.33.0.192/26".into()];
-    cluster.ledger = {
-        let mut told = cluster.ledger.clone();
-        told.hear(&node("b", 1, &["10.33.0.64/26"]), cluster.now);
-        told
-    };
+    // A claim beside what it was given is a contradiction, and so is one on what somebody has.
+    let b = cluster.get_mut("b");
+    b.pod_cidrs.insert(0, "10.33.0.192/26".into());
+    b.claim = Some(net("10.33.0.192/26"));
     cluster.round();
     assert!(cluster.get("b").error.contains("given 10.33.0.64/26"), "{}", cluster.get("b").error);
+    let b = cluster.get_mut("b");
+    (b.pod_cidrs, b.claim) = (vec!["10.33.0.128/26".into()], Some(net("10.33.0.128/26")));
+    cluster.round();
+    assert!(is_refusal(&cluster.get("b").error) && cluster.records.blocks["b"] == [net("10.33.0.64/26")]);
+}
+
+#[test]
+fn of_two_blocks_of_a_family_the_one_that_a_node_lists_no_more_rests() {
+    let mut cluster = Cluster::new(
+        pool(&["10.33.0.0/24"], 26),
+        vec![node("a", 0, &["10.33.0.0/26", "10.33.0.64/26"]), node("b", 1, &[])],
+    );
+    cluster.round();
+    assert_eq!(cluster.records.blocks["a"].len(), 2);
+    cluster.get_mut("a").pod_cidrs = vec!["10.33.0.64/26".into()];
+    cluster.round();
+    assert_eq!((cluster.cidrs("a"), cluster.get("a").error.as_str()), (vec!["10.33.0.64/26"], ""));
+    assert_eq!(cluster.records.quarantine[0].cidr, net("10.33.0.0/26"));
+    // An empty list is written again.
+    cluster.get_mut("a").pod_cidrs.clear();
+    cluster.round();
+    assert_eq!(cluster.cidrs("a"), ["10.33.0.64/26"]);
 }
 
 #[test]
@@ -697,8 +716,6 @@ proptest! {
 
             // Planning an applied plan changes nothing, for this leader and the next.
             cluster.apply(planned);
-            // Only that the nodes have heard of it is new.
-            cluster.ledger = cluster.plan().ledger;
             let again = cluster.plan();
             prop_assert_eq!(&again.nodes, &BTreeMap::new());
             prop_assert_eq!(&again.ledger, &cluster.ledger);
