@@ -232,6 +232,9 @@ mod tests {
     const A: &str = "10.33.0.0/26";
     const B: &str = "10.33.0.64/26";
 
+    /// The block to serve, and the list to write with its claim.
+    type Short = (Option<String>, Option<(Vec<String>, Option<String>)>);
+
     /// What node n1 sees, whose Node is u1.
     struct Seen<'a> {
         now: Option<&'a Served>,
@@ -260,23 +263,18 @@ mod tests {
             })
         }
 
-        /// The block, and the list to write.
-        fn short(&self, held: bool) -> (Option<String>, Option<(Vec<String>, Option<String>)>) {
+        fn short(&self, held: bool) -> Short {
             let Choice { served, list, .. } = self.choice(held);
             let list = list.map(|list| (list.pod_cidrs, list.claim.map(|claim| claim.to_string())));
             (served.map(|served| served.block.to_string()), list)
         }
     }
 
-    fn is(block: &str) -> (Option<String>, Option<(Vec<String>, Option<String>)>) {
+    fn is(block: &str) -> Short {
         (Some(block.to_owned()), None)
     }
 
-    fn writes(
-        block: &str,
-        list: &[&str],
-        claim: Option<&str>,
-    ) -> (Option<String>, Option<(Vec<String>, Option<String>)>) {
+    fn writes(block: &str, list: &[&str], claim: Option<&str>) -> Short {
         (Some(block.to_owned()), Some((texts(list), claim.map(str::to_owned))))
     }
 
