@@ -128,7 +128,7 @@ fn restarts(rig: &Rig, node: &str) -> Result<Vec<u64>> {
 }
 
 /// Who leads the operators.
-fn leader(rig: &Rig) -> Result<String> {
+pub(crate) fn leader(rig: &Rig) -> Result<String> {
     rig.system(&["get", "lease/cistern-operator", "--output", "jsonpath={.spec.holderIdentity}"])
 }
 

@@ -1,8 +1,8 @@
 //! Helm: another version and back, off, on again, in another mode.
 
-use crate::network;
 use crate::rig::{LONG, Rig, SYSTEM, image};
 use crate::traffic::Traffic;
+use crate::{faults, network};
 use anyhow::{Context, Result, ensure};
 use cistern_tests::cluster::{self, Ipam, Machine, wait_for};
 use std::net::Ipv4Addr;
@@ -111,7 +111,19 @@ fn clean(rig: &Rig, node: &Machine, router: Ipv4Addr) -> Result<()> {
 pub(crate) fn install_again() -> Result<()> {
     let rig = Rig::without_cistern(Ipam::ClusterPool)?;
     let before = rig.pods("app=web")?;
-    rig.install(&[])?;
+    rig.system(&["delete", "configmap/cistern-ipam", "--ignore-not-found"])?;
+    // This time the agents lead, with the rights that the chart gives them for that.
+    rig.install(&["operator.inDaemonSet=true".to_owned()])?;
+    let deployments = rig.system(&["get", "deployments", "--output", "name"])?;
+    ensure!(!deployments.contains("cistern"), "there are {deployments}");
+    wait_for("an agent to lead", || {
+        let leader = faults::leader(&rig)?;
+        Ok(rig.cluster.spec().node_names()?.iter().any(|node| leader.starts_with(node.as_str())))
+    })?;
+    wait_for("the leader to record the blocks", || {
+        let records = rig.system(&["get", "configmap/cistern-ipam", "--output", r"jsonpath={.data.blocks\.json}"])?;
+        Ok(rig.cluster.spec().node_names()?.iter().all(|node| records.contains(&format!("{node:?}"))))
+    })?;
     rig.make_pod("new", "node-1")?;
     rig.pod_is_ready("new")?;
     let after = rig.web()?;

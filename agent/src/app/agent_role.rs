@@ -250,6 +250,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             pool.reader(),
             masquerade.last_good.reader(),
             Arc::clone(&remembered),
+            waits.clone(),
         )),
     );
 

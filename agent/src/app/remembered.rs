@@ -3,7 +3,7 @@
 use crate::state::{SetAside, StateDir};
 use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::{PeerRow, PoolRow};
-use crate::tables::{Reader, Table};
+use crate::tables::{Reader, Table, Waits};
 use cistern_core::masquerade::excluded::ConfigFile;
 use ipnet::Ipv4Net;
 use serde::{Deserialize, Serialize};
@@ -75,7 +75,10 @@ pub fn last_good(state: &StateDir, findings: &Findings) -> Option<ConfigFile> {
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// A disk that refused is tried again after this long.
-const DISK_RETRY: Duration = Duration::from_secs(15);
+const DISK_RETRY: Duration = Duration::from_secs(5);
+
+/// Name of the wait for a disk that refuses.
+const WAIT: &str = "node state on disk";
 
 /// Keeps the files equal to the tables until dropped, and says in `remembered` which pod CIDR is there. A disk that refuses
 /// is tried again.
@@ -85,6 +88,7 @@ pub async fn run(
     mut pool: Reader<(), PoolRow>,
     mut last_good: Reader<(), Option<ConfigFile>>,
     remembered: Arc<Table<(), Ipv4Net>>,
+    waits: Waits,
 ) {
     let mut written = None;
     let mut written_list = 0;
@@ -100,11 +104,14 @@ pub async fn run(
                 Ok(()) => {
                     let pod_cidr = now.pool.as_ref().map(|row| ((), row.pod_cidr));
                     remembered.publish(pod_cidr.into_iter().collect());
+                    waits.end(WAIT);
                     written = Some(now);
                 }
                 Err(error) => {
                     refused = true;
                     tracing::error!(%error, "what a restart without API server needs is not on disk");
+                    let reason = format!("{error}; no address of a pod CIDR that is not on disk is given");
+                    waits.begin(WAIT, reason, Some(DISK_RETRY));
                 }
             }
         }

@@ -46,6 +46,10 @@ const RECORDS_RETRY: Duration = Duration::from_secs(2);
 /// list their blocks again meanwhile. Longer than a watch stays open that tells nothing any more.
 pub const SETTLE: Duration = Duration::from_secs(120);
 
+/// A write that was given up may arrive for so long, an earlier leader's too: kube-apiserver ends a request after a minute.
+/// Then the records are looked at once more.
+const LATE: Duration = Duration::from_secs(70);
+
 /// Where nothing is recorded, a CiliumNode of this age is older than its cluster's first leader: an API server that went
 /// back to before there was one looks so, too.
 const OLD: Duration = Duration::from_secs(120);
@@ -83,7 +87,9 @@ pub async fn run<R: BlockRecords>(
     // Records that were not what this leader knew are a doubt as well.
     let mut surprised: Option<Instant> = None;
     // What was written, and may arrive yet.
-    let mut attempted = None;
+    let mut attempted: Option<Records> = None;
+    let mut last_doubt = None;
+    let mut look_at = Instant::now() + LATE;
     loop {
         let begun = Instant::now();
         let snapshot = cilium_nodes.synced().await;
@@ -94,15 +100,20 @@ pub async fn run<R: BlockRecords>(
         }
         followed = Some(snapshot.followed);
         // A server that went back to an older state has older records, too.
-        read_again |= doubted.has_changed().unwrap_or_default();
-        let doubt = (*doubted.borrow_and_update()).max(surprised);
+        let doubt = *doubted.borrow_and_update();
+        read_again |= doubt != last_doubt;
+        last_doubt = doubt;
+        if look_at <= begun {
+            (read_again, look_at) = (true, begun + LONGEST);
+        }
         if read_again {
             match store.read().await {
                 Ok(now) => {
                     read_again = false;
                     if now != recorded {
-                        surprised = surprised.max((attempted.as_ref() != Some(&now)).then_some(begun));
-                        (known, ledger) = replaced(&settings, now.clone(), &known, &clock);
+                        surprised = surprised.max(is_surprise(attempted.as_ref(), &now).then_some(begun));
+                        known = now.clone().adopt(&known);
+                        ledger = Ledger::take_over(&settings, &known, clock.now());
                         recorded = now;
                         continue;
                     }
@@ -114,7 +125,7 @@ pub async fn run<R: BlockRecords>(
                 }
             }
         }
-        let settled_at = doubt.map(|at| at + SETTLE).filter(|at| *at > begun);
+        let settled_at = doubt.max(surprised).map(|at| at + SETTLE).filter(|at| *at > begun);
         let input = input(&snapshot.rows, settled_at.is_none());
         let Plan { nodes, records, ledger: next } = plan(&input, ledger, clock.now());
         ledger = next;
@@ -128,12 +139,14 @@ pub async fn run<R: BlockRecords>(
                 }
                 Err(NotWritten::Failed(reason)) => {
                     attempted = Some(records);
+                    look_at = begun + LATE;
                     waits.begin(WAIT, reason, Some(RECORDS_RETRY));
                     false
                 }
                 Err(NotWritten::Replaced(now)) => {
-                    surprised = surprised.max((attempted.as_ref() != Some(&now)).then_some(begun));
-                    (known, ledger) = replaced(&settings, now.clone(), &known, &clock);
+                    surprised = surprised.max(is_surprise(attempted.as_ref(), &now).then_some(begun));
+                    known = now.clone().adopt(&known);
+                    ledger = Ledger::take_over(&settings, &known, clock.now());
                     recorded = now;
                     continue;
                 }
@@ -170,7 +183,7 @@ pub async fn run<R: BlockRecords>(
                 () = cilium_nodes.changed() => {}
                 _ = doubted.changed() => {}
                 () = tokio::time::sleep(until_quarantine_ends(&recorded, clock.now())) => {}
-                () = tokio::time::sleep_until(settled_at.unwrap_or(begun + LONGEST)) => {}
+                () = tokio::time::sleep_until(settled_at.unwrap_or(begun + LONGEST).min(look_at)) => {}
             }
             // The first node of a quiet cluster is served at once; a burst of them shares one pass.
             if !nodes.is_empty() {
@@ -182,12 +195,13 @@ pub async fn run<R: BlockRecords>(
     }
 }
 
-/// What is known, and the ledger that follows, after somebody put `now` in the place of what was recorded.
-fn replaced(settings: &Settings, now: Records, known: &Records, clock: &Clock) -> (Records, Ledger) {
+/// Whether records that are there, and are not those that this leader knew, are no late arrival of its own.
+fn is_surprise(attempted: Option<&Records>, now: &Records) -> bool {
+    if attempted == Some(now) {
+        return false;
+    }
     tracing::warn!("block records were replaced by somebody else; planning anew with both");
-    let known = now.adopt(known);
-    let ledger = Ledger::take_over(settings, &known, clock.now());
-    (known, ledger)
+    true
 }
 
 fn has_old(rows: &BTreeMap<String, CiliumNodeRow>, now: Timestamp) -> bool {

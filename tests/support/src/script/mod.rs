@@ -137,7 +137,7 @@ fn run_on(path: &Path, real: Option<&Arc<Upstream>>) -> Result<(), ScriptError> 
 
 /// A runtime whose clock stands still while anything has work to do. Its own draws (in which order a channel wakes its
 /// readers, which ready branch of a `select!` goes first) follow from the seed too, where tokio lets them: in builds with
-/// `--cfg tokio_unstable`, as the stage `simulation` makes one.
+/// `--cfg tokio_unstable` (`.cargo/config.toml`).
 fn runtime(seed: u64) -> std::io::Result<tokio::runtime::Runtime> {
     let mut builder = tokio::runtime::Builder::new_current_thread();
     builder.enable_all().start_paused(true);
