@@ -5,10 +5,14 @@
 //! everything on disk and in the kernel. Then the second agent gets 250 pods, each asked for and confirmed as the CNI
 //! plugin does it.
 
+#[path = "median.rs"]
+mod median;
+
 use anyhow::{Context as _, Result, bail, ensure};
 use cistern::api::client::Client;
 use cistern::api::types::{AddRequest, AddResponse, Behind, ConfirmRequest, Interface};
 use cistern_tests::lab::{Lab, Machine};
+use median::median;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -38,16 +42,15 @@ fn main() -> Result<()> {
         );
         rounds.push(measured);
     }
-    let median = |of: fn(&Measured) -> f64| {
-        let mut values: Vec<f64> = rounds.iter().map(of).collect();
-        values.sort_by(f64::total_cmp);
-        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-    };
+    let of_rounds = |of: fn(&Measured) -> f64| median(rounds.iter().map(of));
     println!("medians of {ROUNDS} rounds");
-    println!("  ready after its first start      {:>8.0} ms   to reach: 1000 ms", median(|round| round.first_ms));
-    println!("  ready after a restart            {:>8.0} ms   to reach: 1000 ms", median(|round| round.restart_ms));
-    println!("  resident without pods            {:>8.1} MB", median(|round| round.idle_mb));
-    println!("  resident with {PODS} pods           {:>8.1} MB   to reach: under 40 MB", median(|round| round.full_mb));
+    println!("  ready after its first start      {:>8.0} ms   to reach: 1000 ms", of_rounds(|round| round.first_ms));
+    println!("  ready after a restart            {:>8.0} ms   to reach: 1000 ms", of_rounds(|round| round.restart_ms));
+    println!("  resident without pods            {:>8.1} MB", of_rounds(|round| round.idle_mb));
+    println!(
+        "  resident with {PODS} pods           {:>8.1} MB   to reach: under 40 MB",
+        of_rounds(|round| round.full_mb)
+    );
     Ok(())
 }
 

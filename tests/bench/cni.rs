@@ -4,8 +4,12 @@
 //! what else the machine does hits both alike. Every call goes through `nsenter`; what that takes by itself is
 //! measured in the same rounds and taken off.
 
+#[path = "median.rs"]
+mod median;
+
 use anyhow::{Context as _, Result, ensure};
 use cistern_tests::lab::{Lab, Machine};
+use median::median;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -119,9 +123,4 @@ fn timed(command: &mut Command, input: Option<&str>) -> Result<f64> {
     let taken = begun.elapsed().as_secs_f64() * 1e3;
     ensure!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stdout));
     Ok(taken)
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }

@@ -4,8 +4,12 @@
 //! the network. One node has Cistern, the other `ptp` with `host-local`; both chain `portmap`. Pods come and go one at a
 //! time, on the two nodes in turn.
 
+#[path = "median.rs"]
+mod median;
+
 use anyhow::{Context as _, Result, ensure};
 use cistern_tests::cluster::{self, Cluster, Machine, Spec};
+use median::median;
 
 const ROUNDS: usize = 30;
 const OURS: &str = "node-1";
@@ -42,7 +46,7 @@ fn main() -> Result<()> {
     type Part = fn(&Waited) -> f64;
     let parts: [(&str, Part); 2] = [("ADD", |waited| waited.set_up), ("DEL", |waited| waited.tear_down)];
     for (verb, part) in parts {
-        let (ours, reference) = (median(&ours, part), median(&reference, part));
+        let (ours, reference) = (median(ours.iter().map(part)), median(reference.iter().map(part)));
         println!(
             "  {verb}  cistern-cni, portmap {ours:>6.1} ms   ptp + host-local, portmap {reference:>6.1} ms   ratio {:.2}",
             ours / reference
@@ -98,10 +102,4 @@ fn waited(machine: &Machine) -> Result<Waited> {
         set_up: sum("containerd_cri_sandbox_create_network")?,
         tear_down: sum("containerd_cri_sandbox_delete_network")?,
     })
-}
-
-fn median(values: &[Waited], part: fn(&Waited) -> f64) -> f64 {
-    let mut values: Vec<f64> = values.iter().map(part).collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
