@@ -367,4 +367,36 @@ mod tests {
         let again = Seen { listed: &[A], ..seen }.choice(false).served.unwrap();
         assert_eq!(again.node_uid.as_deref(), Some("u2"));
     }
+
+    #[test]
+    fn attack_what_is_being_left_stays_so_before_the_api_server_has_told() {
+        let leaving = Served { leaving: true, confirmed: false, ..served(A) };
+        let input = Input {
+            node: "n1",
+            served: Some(&leaving),
+            listed: None,
+            taken: false,
+            node_uid: None,
+            held: false,
+            beyond: &[],
+        };
+        assert!(choose(&input).served.unwrap().leaving);
+    }
+
+    #[test]
+    fn attack_a_block_beside_which_pods_have_addresses_is_not_taken_off() {
+        let (pod_cidrs, beyond) = (texts(&[B, A]), ["10.33.0.7".parse().unwrap()]);
+        let listed = Some(Listed { pod_cidrs: &pod_cidrs, claim: Some(net(A)), refused: true });
+        let now = served(B);
+        let input = Input {
+            node: "n1",
+            served: Some(&now),
+            listed,
+            taken: false,
+            node_uid: Some("u1"),
+            held: false,
+            beyond: &beyond,
+        };
+        assert_eq!(choose(&input).list, None);
+    }
 }
