@@ -620,7 +620,7 @@ fn records_that_cannot_be_read_name_the_key() {
 enum Event {
     Create(u8, Option<u8>),
     Delete(u8),
-    Edit(u8, Vec<u8>),
+    Edit(u8, Vec<u8>, bool),
     Clear(u8),
     NewLeader,
     Wait(u16),
@@ -631,7 +631,8 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
     let event = prop_oneof![
         4 => (0_u8..8, proptest::option::of(0_u8..10)).prop_map(|(name, claim)| Event::Create(name, claim)),
         2 => (0_u8..8).prop_map(Event::Delete),
-        1 => (0_u8..8, proptest::collection::vec(0_u8..10, 1..3)).prop_map(|(name, claims)| Event::Edit(name, claims)),
+        3 => (0_u8..8, proptest::collection::vec(0_u8..10, 1..3), proptest::bool::ANY)
+            .prop_map(|(name, claims, marked)| Event::Edit(name, claims, marked)),
         1 => (0_u8..8).prop_map(Event::Clear),
         2 => Just(Event::NewLeader),
         2 => (1_u16..700).prop_map(Event::Wait),
@@ -670,9 +671,11 @@ proptest! {
                     }
                 }
                 Event::Delete(index) => cluster.nodes.retain(|node| node.name != name(index)),
-                Event::Edit(index, claims) => {
+                Event::Edit(index, claims, marked) => {
                     if let Some(node) = cluster.nodes.iter_mut().find(|node| node.name == name(index)) {
                         node.pod_cidrs = claims.into_iter().map(claim_text).collect();
+                        // The agent lists a block by itself, first.
+                        node.claim = node.pod_cidrs.first().filter(|_| marked).and_then(|text| text.parse().ok());
                     }
                 }
                 Event::Clear(index) => {
