@@ -193,7 +193,7 @@ impl Agent {
         let pool = Table::new("pool");
         let pod_cidr = "10.244.1.0/29".parse().unwrap();
         let remembered = Arc::new(Table::new("remembered-pool"));
-        remembered.publish(BTreeMap::from([((), pod_cidr)]));
+        remembered.publish(BTreeMap::from([((), PoolRow::new(pod_cidr))]));
         pool.publish(BTreeMap::from([((), PoolRow::new(pod_cidr))]));
         let network = Table::new("network");
         network.publish(BTreeMap::from([((), NetworkRow::default())]));

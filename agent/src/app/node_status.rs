@@ -1,5 +1,6 @@
 //! What is known of this node, gathered from the tables for status, health and explanations.
 
+use super::remembered;
 use crate::api::server::Failure;
 use crate::api::types::{
     AddressCounts, AddressExplanation, DeviceReport, ExplainMasqueradeRequest, ExplainMasqueradeResponse,
@@ -156,6 +157,7 @@ impl NodeStatus {
             None => reasons.push("no pod CIDR yet; see the wait of that name".to_owned()),
             Some(row) => reasons.extend(row.blocked.clone()),
         }
+        reasons.extend(self.waits.peek().rows.get(remembered::WAIT).map(|wait| wait.reason.clone()));
         if self.router.peek().rows.is_empty() {
             reasons.push("no router address yet".to_owned());
         }

@@ -5,7 +5,6 @@ use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::{PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::masquerade::excluded::ConfigFile;
-use ipnet::Ipv4Net;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,8 +31,8 @@ pub struct Seeded {
     pub peers: Arc<Table<String, PeerRow>>,
     /// Where this node's pods get their addresses from.
     pub pool: Arc<Table<(), PoolRow>>,
-    /// The pod CIDR that is on disk.
-    pub remembered: Arc<Table<(), Ipv4Net>>,
+    /// What of `pool` is on disk.
+    pub remembered: Arc<Table<(), PoolRow>>,
 }
 
 /// The tables, holding what was known last. They count as synced then: routes and exclusions that follow from them are
@@ -47,7 +46,7 @@ pub fn tables(state: &StateDir, findings: &Findings) -> Seeded {
         tracing::info!(block = ?remembered.pool.as_ref().map(|row| row.pod_cidr), nodes = remembered.peers.len(), "serving from what was known last");
         peers.publish(remembered.peers);
         if let Some(row) = remembered.pool {
-            on_disk.publish(BTreeMap::from([((), row.pod_cidr)]));
+            on_disk.publish(BTreeMap::from([((), row.clone())]));
             pool.publish(BTreeMap::from([((), row)]));
         }
     }
@@ -78,16 +77,16 @@ const PAUSE: Duration = Duration::from_millis(500);
 const DISK_RETRY: Duration = Duration::from_secs(5);
 
 /// Name of the wait for a disk that refuses.
-const WAIT: &str = "node state on disk";
+pub const WAIT: &str = "node state on disk";
 
-/// Keeps the files equal to the tables until dropped, and says in `remembered` which pod CIDR is there. A disk that refuses
+/// Keeps the files equal to the tables until dropped, and says in `remembered` which pool is there. A disk that refuses
 /// is tried again.
 pub async fn run(
     state: StateDir,
     mut peers: Reader<String, PeerRow>,
     mut pool: Reader<(), PoolRow>,
     mut last_good: Reader<(), Option<ConfigFile>>,
-    remembered: Arc<Table<(), Ipv4Net>>,
+    remembered: Arc<Table<(), PoolRow>>,
     waits: Waits,
 ) {
     let mut written = None;
@@ -102,8 +101,7 @@ pub async fn run(
         if written.as_ref() != Some(&now) && (now.pool.is_some() || !now.peers.is_empty()) {
             match state.write(NODE, &now) {
                 Ok(()) => {
-                    let pod_cidr = now.pool.as_ref().map(|row| ((), row.pod_cidr));
-                    remembered.publish(pod_cidr.into_iter().collect());
+                    remembered.publish(now.pool.clone().map(|row| ((), row)).into_iter().collect());
                     waits.end(WAIT);
                     written = Some(now);
                 }

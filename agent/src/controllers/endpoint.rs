@@ -277,7 +277,7 @@ pub struct Parts {
     pub pool: Reader<(), PoolRow>,
     /// The pod CIDR that a restart would begin with. No address of another one is given: after a crash nobody would know
     /// that pods have addresses of it.
-    pub remembered: Reader<(), Ipv4Net>,
+    pub remembered: Reader<(), PoolRow>,
     /// Devices of this node: their addresses are given to no pod.
     pub network: Reader<(), NetworkRow>,
     /// Every node of the cluster: this node's own row names the router address that was published.
@@ -310,8 +310,8 @@ struct Task {
     next_audit: Timestamp,
     /// Host sides of pods' pairs, by name.
     links: BTreeMap<String, HostLink>,
-    /// Where a new address comes from.
-    giving: Option<Ipv4Net>,
+    /// The pod CIDR, and whether it is being left.
+    pool: Option<(Ipv4Net, bool)>,
     parts: Parts,
 }
 
@@ -334,7 +334,7 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
     }
     let (audit, links) = (Audit::default(), BTreeMap::new());
     let mut task =
-        Task { leases, owed: Owed::default(), retry: None, audit, next_audit: now, links, giving: None, parts };
+        Task { leases, owed: Owed::default(), retry: None, audit, next_audit: now, links, pool: None, parts };
     task.owed.extend(changes);
     if task.parts.rebooted {
         let there = |netns: &str| (task.parts.namespace)(netns) == Namespace::There;
@@ -430,7 +430,7 @@ impl Task {
         let network = self.network(&seen.rows);
         let pool = self.parts.pool.snapshot();
         let pool = pool.rows.get(&());
-        let remembered = self.parts.remembered.snapshot().rows.get(&()).copied();
+        let remembered = self.parts.remembered.snapshot().rows.get(&()).map(|row| row.pod_cidr);
         let not_yet = pool.and_then(|row| {
             let block = row.pod_cidr;
             if row.leaving {
@@ -440,7 +440,7 @@ impl Task {
             }
         });
         let blocked = pool.and_then(|row| row.blocked.clone()).or(not_yet);
-        self.giving = pool.filter(|_| blocked.is_none()).map(|row| row.pod_cidr);
+        self.pool = pool.map(|row| (row.pod_cidr, row.leaving));
         self.leases.hold_back(blocked.or_else(|| (!seen.synced).then(|| NETWORK_UNKNOWN.to_owned())));
         let draw = (self.parts.draw)();
         let Outcome { answer, changes } = self.leases.set_network(network, self.parts.clock.now(), draw);
@@ -718,17 +718,16 @@ impl Task {
             return;
         }
         let unrecorded = self.unrecorded();
-        let pool = self.parts.pool.peek().rows.get(&()).map(|row| row.pod_cidr);
         let held = self.leases.held().filter_map(|address| match address {
             IpAddr::V4(address) => Some(address),
             IpAddr::V6(_) => None,
         });
         let held: BTreeSet<Ipv4Addr> = held.chain(unrecorded.keys().copied()).collect();
+        let (pod_cidr, leaving) = self.pool.unzip();
         let (within, beyond): (Vec<_>, Vec<_>) =
-            held.into_iter().partition(|address| pool.is_some_and(|pool| pool.contains(address)));
-        self.parts
-            .held
-            .publish(BTreeMap::from([((), HeldRow { any: !within.is_empty(), giving: self.giving, beyond })]));
+            held.into_iter().partition(|address| pod_cidr.is_some_and(|pod_cidr| pod_cidr.contains(address)));
+        let leaving = leaving.unwrap_or_default();
+        self.parts.held.publish(BTreeMap::from([((), HeldRow { pod_cidr, any: !within.is_empty(), leaving, beyond })]));
         let unrecorded = unrecorded.into_iter().map(|(address, (_, ifindex))| (address, entry(ifindex)));
         let leased = self.leases.pods().filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
             (LeaseState::Confirmed { interface, .. }, Some(address)) => Some((address, endpoint(interface)?)),
@@ -781,7 +780,7 @@ mod tests {
     struct Rig {
         ask: Endpoints,
         pool: Arc<Table<(), PoolRow>>,
-        remembered: Arc<Table<(), Ipv4Net>>,
+        remembered: Arc<Table<(), PoolRow>>,
         held: Arc<Table<(), HeldRow>>,
     }
 
@@ -836,7 +835,7 @@ mod tests {
         }
 
         async fn remember(&self) {
-            self.remembered.publish(BTreeMap::from([((), NET.parse().unwrap())]));
+            self.remembered.publish(BTreeMap::from([((), PoolRow::new(NET.parse().unwrap()))]));
             self.settle().await;
         }
 
@@ -880,12 +879,12 @@ mod tests {
     async fn no_address_is_given_of_a_pod_cidr_that_is_not_on_disk_or_is_being_left() {
         let rig = Rig::start();
         rig.settle().await;
-        assert_eq!((rig.held().giving, rig.take().await), (None, None));
+        assert_eq!((rig.held().pod_cidr, rig.take().await), (NET.parse().ok(), None));
         rig.remember().await;
-        assert_eq!(rig.held().giving, NET.parse().ok());
+        assert!(!rig.held().leaving);
         rig.pool.publish(BTreeMap::from([((), PoolRow { leaving: true, ..PoolRow::new(NET.parse().unwrap()) })]));
         rig.settle().await;
-        assert_eq!((rig.held().giving, rig.take().await), (None, None));
+        assert_eq!((rig.held().leaving, rig.take().await), (true, None));
         let request = OwnerRequest { owner: "ns/x".into(), pool: None, family: None, expiration: None };
         assert!(rig.ask.allocate(request).await.unwrap_err().to_string().contains("being left"));
     }

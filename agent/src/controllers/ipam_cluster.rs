@@ -173,7 +173,8 @@ pub async fn run<R: BlockRecords>(
                             |error| Some(error).filter(|error| !error.is_empty()),
                         );
                         let planned_from = row.resource_version.clone();
-                        (name.clone(), CiliumNodeIpam { uid: row.uid.clone(), planned_from, pod_cidrs, error })
+                        let claim = row.claim.filter(|_| !planned.is_some_and(|node| node.accepted));
+                        (name.clone(), CiliumNodeIpam { uid: row.uid.clone(), planned_from, pod_cidrs, claim, error })
                     })
                     .collect::<BTreeMap<_, _>>(),
             );

@@ -43,7 +43,8 @@ struct Input<'a> {
     network: &'a NetworkRow,
     /// What is served now.
     current: Option<&'a PoolRow>,
-    held: &'a HeldRow,
+    /// None before the leases are read.
+    held: Option<&'a HeldRow>,
     source: Source<'a>,
 }
 
@@ -84,17 +85,12 @@ pub async fn run(mut inputs: Inputs, pool: Arc<Table<(), PoolRow>>, waits: Waits
             },
             IpamMode::Kubernetes => Source::Node { row: node, require_ipv6: inputs.require_ipv6 },
         };
-        let held = inputs.held.snapshot().rows.get(&()).cloned().unwrap_or(HeldRow::UNKNOWN);
+        let held = inputs.held.snapshot();
+        let held = held.rows.get(&());
         let before = pool.snapshot();
         let current = before.rows.get(&());
-        let Planned { row, wait } = plan(&Input {
-            node: &inputs.node,
-            peers: &peers.rows,
-            network: &network_row,
-            current,
-            held: &held,
-            source,
-        });
+        let Planned { row, wait } =
+            plan(&Input { node: &inputs.node, peers: &peers.rows, network: &network_row, current, held, source });
         match wait {
             Some(reason) => waits.begin(WAIT, reason, None),
             None => waits.end(WAIT),
@@ -150,18 +146,19 @@ struct Planned {
 }
 
 fn plan(input: &Input<'_>) -> Planned {
+    let current = input.current.map(|row| row.pod_cidr);
+    let held = current.is_some_and(|current| HeldRow::may_hold(input.held, current));
     let (row, listed, wait) = match &input.source {
         Source::CiliumNode { all, node_uid } => {
             let served = input.current.map(PoolRow::served);
-            let HeldRow { any, beyond, .. } = input.held;
             let lists = all.map(lists_of);
-            let choice = cluster_pool::choose_among(input.node, served.as_ref(), lists, *node_uid, *any, beyond);
+            let beyond = input.held.map(|held| held.beyond.as_slice());
+            let choice = cluster_pool::choose_among(input.node, served.as_ref(), lists, *node_uid, held, beyond);
             (choice.served.map(PoolRow::from), choice.list.is_none(), choice.wait)
         }
         Source::Node { row, require_ipv6 } => {
             let told = row.map(|row| NodeCidrs::read(&row.pod_cidrs, &row.annotations));
-            let current = input.current.map(|row| row.pod_cidr);
-            let choice = host_scope::choose(input.node, current, told.as_ref(), *require_ipv6, input.held.any);
+            let choice = host_scope::choose(input.node, current, told.as_ref(), *require_ipv6, held);
             (choice.pod_cidr.map(PoolRow::new), true, choice.wait)
         }
     };
@@ -169,7 +166,7 @@ fn plan(input: &Input<'_>) -> Planned {
     // so that nothing will be; and what is given up must have gone off the list, so that it is not taken from there again.
     if let Some(current) = input.current
         && row.as_ref().map(|row| row.pod_cidr) != Some(current.pod_cidr)
-        && (input.held.giving == Some(current.pod_cidr) || (row.is_none() && !listed))
+        && (!HeldRow::has_left(input.held, current.pod_cidr) || (row.is_none() && !listed))
     {
         return Planned { row: Some(PoolRow { leaving: true, ..current.clone() }), wait };
     }
@@ -254,7 +251,8 @@ mod tests {
             })
             .collect();
         let source = Source::CiliumNode { all: Some(&rows), node_uid: None };
-        plan(&Input { node, peers, network: &network, current: None, held: &HeldRow::UNKNOWN, source })
+        let held = HeldRow { pod_cidr: None, any: false, leaving: false, beyond: Vec::new() };
+        plan(&Input { node, peers, network: &network, current: None, held: Some(&held), source })
     }
 
     #[test]
@@ -272,27 +270,22 @@ mod tests {
         let network = network("172.29.8.20/24");
         let node = NodeRow { pod_cidrs: vec!["10.201.9.0/24".into()], ..NodeRow::default() };
         let (old, new) = ("10.201.3.0/24".parse().unwrap(), "10.201.9.0/24".parse().unwrap());
-        let planned = |current: &PoolRow, held: HeldRow| {
+        let planned = |current: &PoolRow, any: bool, leaving: bool| {
             let source = Source::Node { row: Some(&node), require_ipv6: false };
             let peers = BTreeMap::new();
-            plan(&Input { node: "n1", peers: &peers, network: &network, current: Some(current), held: &held, source })
-                .row
+            let held = HeldRow { pod_cidr: Some(old), any, leaving, beyond: Vec::new() };
+            let current = Some(current);
+            plan(&Input { node: "n1", peers: &peers, network: &network, current, held: Some(&held), source }).row
         };
         let leaving = PoolRow { leaving: true, ..PoolRow::new(old) };
-        assert_eq!(
-            planned(&PoolRow::new(old), HeldRow { any: false, giving: Some(old), beyond: Vec::new() }),
-            Some(leaving.clone())
-        );
-        assert_eq!(
-            planned(&leaving, HeldRow { any: false, giving: Some(old), beyond: Vec::new() }),
-            Some(leaving.clone())
-        );
-        assert_eq!(
-            planned(&leaving, HeldRow { any: false, giving: None, beyond: Vec::new() }),
-            Some(PoolRow::new(new))
-        );
+        assert_eq!(planned(&PoolRow::new(old), false, false), Some(leaving.clone()));
+        assert_eq!(planned(&leaving, false, false), Some(leaving.clone()));
+        assert_eq!(planned(&leaving, false, true), Some(PoolRow::new(new)));
         // An address was given meanwhile.
-        assert_eq!(planned(&leaving, HeldRow { any: true, giving: None, beyond: Vec::new() }), Some(PoolRow::new(old)));
+        assert_eq!(planned(&leaving, true, true), Some(PoolRow::new(old)));
+        // What is held of another pod CIDR tells nothing.
+        let elsewhere = PoolRow { leaving: true, ..PoolRow::new("10.201.4.0/24".parse().unwrap()) };
+        assert_eq!(planned(&elsewhere, false, true).unwrap().pod_cidr, elsewhere.pod_cidr);
     }
 
     #[test]
@@ -342,7 +335,7 @@ mod tests {
             peers: &peers,
             network: &network,
             current: None,
-            held: &HeldRow::UNKNOWN,
+            held: None,
             source: Source::Node { row: Some(&node), require_ipv6: false },
         });
         let row = planned.row.unwrap();

@@ -51,8 +51,8 @@ pub struct Sources {
     pub nodes: Reader<String, NodeRow>,
     /// Where this node's pods get their addresses from.
     pub pool: Reader<(), PoolRow>,
-    /// The pod CIDR that is on disk.
-    pub remembered: Reader<(), Ipv4Net>,
+    /// What of `pool` is on disk.
+    pub remembered: Reader<(), PoolRow>,
     /// Whether anybody holds an address of this node.
     pub held: Reader<(), HeldRow>,
 }
@@ -97,24 +97,28 @@ impl OwnNode {
         let pool = pool.rows.get(&())?;
         let row = snapshot.rows.get(&self.name);
         let listed = row.map(|row| row.pod_cidrs.as_slice()).unwrap_or_default();
+        // What a crash would undo is not written: what is on disk must tell of it first.
+        let remembered = self.sources.remembered.peek();
+        let remembered = remembered.rows.get(&());
+        let is_served =
+            |block: Ipv4Net| [Some(pool), remembered].iter().all(|row| row.is_some_and(|row| row.pod_cidr == block));
         if self.mirror {
             let pod_cidrs = vec![pool.pod_cidr.to_string()];
-            return (listed != pod_cidrs).then_some(List { pod_cidrs, claim: None });
+            return (listed != pod_cidrs && is_served(pool.pod_cidr)).then_some(List { pod_cidrs, claim: None });
         }
-        // Whoever serves the block decides from the same rows, perhaps a moment later; what it has not done yet, or what a
-        // crash would undo, is not written.
-        let held = self.sources.held.peek().rows.get(&()).cloned().unwrap_or(HeldRow::UNKNOWN);
-        let HeldRow { any, giving, beyond } = held;
+        // Whoever serves the block decides from the same rows, perhaps a moment later; what it has not done yet is not
+        // written.
+        let held = self.sources.held.peek();
+        let held = held.rows.get(&());
         let nodes = self.sources.nodes.peek();
         let node_uid = nodes.rows.get(&self.name).map(|row| row.uid.as_str());
         let (served, lists) = (pool.served(), lists_of(&snapshot.rows));
-        let choice = cluster_pool::choose_among(&self.name, Some(&served), Some(lists), node_uid, any, &beyond);
+        let beyond = held.map(|held| held.beyond.as_slice());
+        let may_hold = HeldRow::may_hold(held, pool.pod_cidr);
+        let choice = cluster_pool::choose_among(&self.name, Some(&served), Some(lists), node_uid, may_hold, beyond);
         let is_done = match choice.served {
-            Some(served) => {
-                let remembered = self.sources.remembered.peek().rows.get(&()).copied();
-                served.block == pool.pod_cidr && remembered == Some(pool.pod_cidr)
-            }
-            None => pool.leaving && giving.is_none(),
+            Some(served) => is_served(served.block),
+            None => HeldRow::has_left(held, pool.pod_cidr) && remembered.is_none_or(|row| row.leaving),
         };
         choice.list.filter(|_| is_done)
     }
@@ -294,12 +298,13 @@ impl Operations for PodCidrs {
             return Ok(());
         }
         let mut answer = None;
-        if value.pod_cidrs != row.pod_cidrs {
+        if value.pod_cidrs != row.pod_cidrs || value.claim != row.claim {
             // The precondition is what the plan was made from: nobody else gave this node a block since.
-            let patch = json!({
-                "metadata": {"resourceVersion": row.resource_version},
-                "spec": {"ipam": {"podCIDRs": value.pod_cidrs}},
-            });
+            let mut metadata = Map::from_iter([("resourceVersion".to_owned(), json!(row.resource_version))]);
+            if value.claim != row.claim {
+                metadata.insert("annotations".to_owned(), json!({cluster_pool::CLAIM: value.claim}));
+            }
+            let patch = json!({"metadata": metadata, "spec": {"ipam": {"podCIDRs": value.pod_cidrs}}});
             match self.patch(name, &patch, false).await {
                 Ok(object) => answer = Some(object),
                 Err(error) if error.is_not_found() => return Ok(()),
@@ -339,6 +344,7 @@ impl Operations for PodCidrs {
                         uid: row.uid.clone(),
                         planned_from: row.resource_version.clone(),
                         pod_cidrs: row.pod_cidrs.clone(),
+                        claim: row.claim,
                         error: row.operator_error.clone(),
                     },
                     |written| written.value.clone(),

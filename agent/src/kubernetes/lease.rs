@@ -180,18 +180,19 @@ impl Candidate {
 
     async fn look(&mut self) -> Result<(), KubernetesError> {
         let object = write("get", KIND, LEASE_NAME, self.api.get_opt(LEASE_NAME)).await?;
-        self.saw(object);
-        Ok(())
-    }
-
-    fn saw(&mut self, object: Option<Lease>) {
-        let now = self.clock.monotonic();
+        // What this process wrote itself needs no such look: its clock may have been set back.
         if let Some((_, Some(last))) = &self.observed
             && object.as_ref().is_none_or(|object| is_older(object, last))
         {
             tracing::warn!("the Lease went back to an older state, or was deleted");
             self.doubt.send_replace(Some(Instant::now()));
         }
+        self.saw(object);
+        Ok(())
+    }
+
+    fn saw(&mut self, object: Option<Lease>) {
+        let now = self.clock.monotonic();
         let record = object.as_ref().map(record);
         match &mut self.observed {
             Some((observed, last)) => {

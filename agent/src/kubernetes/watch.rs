@@ -258,7 +258,7 @@ where
             went_back = found != self.probed && !newer;
         }
         if went_back {
-            tracing::warn!(table = self.table.name(), version = ?now, in_force = "a list that is taken now", "the API server went back to an older state");
+            tracing::warn!(table = self.table.name(), version = ?now, in_force = "a list that is taken now", "what the API server has is not what follows from what it told: it went back to an older state, or objects vanished unheard");
         }
         Ok(went_back)
     }

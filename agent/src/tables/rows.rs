@@ -189,14 +189,9 @@ impl PoolRow {
 /// What each CiliumNode lists, by name.
 pub fn lists_of(rows: &BTreeMap<String, CiliumNodeRow>) -> impl Iterator<Item = (&str, Listed<'_>)> {
     rows.iter().map(|(name, row)| {
-        let refused = row.operator_error.as_deref().is_some_and(is_refusal);
-        (name.as_str(), Listed { pod_cidrs: &row.pod_cidrs, claim: row.claim, refused })
+        let refusal = row.operator_error.as_deref().filter(|error| is_refusal(error));
+        (name.as_str(), Listed { pod_cidrs: &row.pod_cidrs, claim: row.claim, refusal })
     })
-}
-
-impl HeldRow {
-    /// Before the leases are read, every address may be in use.
-    pub const UNKNOWN: Self = Self { any: true, giving: None, beyond: Vec::new() };
 }
 
 impl From<Served> for PoolRow {
@@ -208,12 +203,29 @@ impl From<Served> for PoolRow {
 /// Whether addresses of this node are in use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct HeldRow {
-    /// Something holds an address of the pod CIDR, or may do so.
+    /// The pod CIDR that this is about.
+    pub pod_cidr: Option<Ipv4Net>,
+    /// Something holds an address of it.
     pub any: bool,
-    /// Where a new address would come from; none while none is given.
-    pub giving: Option<Ipv4Net>,
+    /// It is being left: no address of it is given any more.
+    pub leaving: bool,
     /// Addresses that something holds, and that are not of the pod CIDR.
     pub beyond: Vec<Ipv4Addr>,
+}
+
+impl HeldRow {
+    /// Whether something may hold an address of a pod CIDR. Before the leases are read, or have heard of it, every address
+    /// may be in use.
+    #[must_use]
+    pub fn may_hold(this: Option<&Self>, pod_cidr: Ipv4Net) -> bool {
+        this.is_none_or(|this| this.any || this.pod_cidr != Some(pod_cidr))
+    }
+
+    /// Whether nothing holds an address of a pod CIDR, and nothing will.
+    #[must_use]
+    pub fn has_left(this: Option<&Self>, pod_cidr: Ipv4Net) -> bool {
+        this.is_some_and(|this| this.leaving) && !Self::may_hold(this, pod_cidr)
+    }
 }
 
 /// What this agent wants its CiliumNode to say. It writes nothing else there.
@@ -252,6 +264,8 @@ pub struct CiliumNodeIpam {
     pub planned_from: String,
     /// `spec.ipam.podCIDRs`
     pub pod_cidrs: Vec<String>,
+    /// What the node's agent listed by itself; none takes the annotation away, since it is the node's block by now.
+    pub claim: Option<Ipv4Net>,
     /// `status.ipam.operator-status.error`; none clears it.
     pub error: Option<String>,
 }

@@ -193,6 +193,11 @@ impl World {
         self.add_role("operator", name, Role { cancel, task, lifeline, agent: None })
     }
 
+    /// The state directory of a machine.
+    pub(super) fn state_of(&mut self, name: &str) -> Result<std::path::PathBuf, String> {
+        Ok(self.machine(name)?.state.path().to_owned())
+    }
+
     /// Starts the agent of a machine.
     pub(super) fn start_agent(&mut self, name: &str, settings: &str) -> Result<(), String> {
         let settings = read_settings(name, settings, Command::Agent)?;

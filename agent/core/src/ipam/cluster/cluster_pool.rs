@@ -437,7 +437,7 @@ impl Ledger {
                 Some(net) => {
                     let known = known.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
                     Err(format!(
-                        "node has CIDRs allocated that conflict: it lists {net} but was given {known}; when it lists only \
+                        "{CONFLICT}: it lists {net} but was given {known}; when it lists only \
                          what it was given, or its CiliumNode is deleted while it has no pods, all is well"
                     ))
                 }
@@ -610,6 +610,14 @@ impl Ledger {
 
 const OUTSIDE_POOL: &str = "is kept, but is not a block of the pool as configured now";
 
+const CONFLICT: &str = "node has CIDRs allocated that conflict";
+
+/// Whether an error that was written to a node says that it lists something else than it was given.
+#[must_use]
+pub fn is_conflict(error: &str) -> bool {
+    error.contains(CONFLICT)
+}
+
 const NOT_YET: &str = "pod CIDR yet: nobody led for a while";
 const FULL: &str = "the pool is full";
 
@@ -654,6 +662,8 @@ pub struct NodePlan {
     pub pod_cidrs: Option<Vec<IpNet>>,
     /// `status.ipam.operator-status.error` to write, empty to clear it; `None` when it is right.
     pub error: Option<String>,
+    /// What the node's agent listed by itself is the node's block: it is no claim any more.
+    pub accepted: bool,
 }
 
 /// The result of planning.
@@ -738,8 +748,11 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
         let pod_cidrs = spec_to_write(&ledger, node);
         let error = errors.remove(node.name.as_str()).or_else(|| ledger.legacy_note(&node.name)).unwrap_or_default();
         let error = (error != node.error).then_some(error);
-        if pod_cidrs.is_some() || error.is_some() {
-            planned.insert(node.name.clone(), NodePlan { uid: node.uid.clone(), pod_cidrs, error });
+        let known = ledger.nodes.get(&node.name);
+        let accepted = known
+            .is_some_and(|known| node.claim.is_some_and(|claim| known.blocks.iter().any(|block| block.net == claim)));
+        if pod_cidrs.is_some() || error.is_some() || accepted {
+            planned.insert(node.name.clone(), NodePlan { uid: node.uid.clone(), pod_cidrs, error, accepted });
         }
     }
     Plan { nodes: planned, records: Some(ledger.records()), ledger }

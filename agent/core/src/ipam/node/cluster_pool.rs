@@ -5,6 +5,7 @@
 //! blocks must see every one that pods have addresses of.
 
 use crate::ip::overlaps;
+use crate::ipam::cluster::cluster_pool::is_conflict;
 use ipnet::{IpNet, Ipv4Net};
 use std::net::Ipv4Addr;
 
@@ -33,8 +34,8 @@ pub struct Listed<'a> {
     pub pod_cidrs: &'a [String],
     /// The block that [`CLAIM`] names.
     pub claim: Option<Ipv4Net>,
-    /// The operator refuses what is listed.
-    pub refused: bool,
+    /// Why the operator refuses what is listed, or was listed a moment ago.
+    pub refusal: Option<&'a str>,
 }
 
 /// What is chosen from.
@@ -52,8 +53,8 @@ pub struct Input<'a> {
     pub node_uid: Option<&'a str>,
     /// Something may hold an address of the block that is served.
     pub held: bool,
-    /// Addresses that something holds outside of that block.
-    pub beyond: &'a [Ipv4Addr],
+    /// Addresses that something holds outside of that block; none before the leases are read.
+    pub beyond: Option<&'a [Ipv4Addr]>,
 }
 
 /// A list of blocks to write, and with it [`CLAIM`].
@@ -99,10 +100,11 @@ fn with(listed: &[String], block: Ipv4Net) -> List {
 pub fn choose(input: &Input<'_>) -> Choice {
     let node = input.node;
     let Some(served) = input.served else { return first(input) };
-    let as_it_is = Served { leaving: false, ..served.clone() };
-    let Some(Listed { pod_cidrs, claim, refused }) = input.listed else {
-        return Choice { served: Some(as_it_is), list: None, wait: None };
+    // What is being left may have gone off the list already, and be another node's.
+    let Some(Listed { pod_cidrs, claim, refusal }) = input.listed else {
+        return Choice { served: Some(served.clone()), list: None, wait: None };
     };
+    let as_it_is = Served { leaving: false, ..served.clone() };
     let blocks: Vec<Ipv4Net> = ipv4_blocks(pod_cidrs).collect();
     let block = served.block;
     let claim = claim.filter(|claim| blocks.contains(claim));
@@ -127,28 +129,55 @@ pub fn choose(input: &Input<'_>) -> Choice {
     }
     let node_uid = input.node_uid.map(str::to_owned).or_else(|| served.node_uid.clone());
     let confirmed = Served { node_uid, confirmed: true, ..as_it_is };
+    let is_held =
+        |leftover: &Ipv4Net| input.beyond.is_none_or(|beyond| beyond.iter().any(|held| leftover.contains(held)));
+    let list = || {
+        // What is served in its place was refused with it: it is claimed, for the operator to accept.
+        let claim = refusal.map(|_| block);
+        leftover.filter(|leftover| !is_held(leftover)).map(|leftover| List { claim, ..without(pod_cidrs, leftover) })
+    };
     let Some(other) = others.first().copied() else {
-        if !input.held && refused && (input.taken || claimed) {
+        // What this node listed by itself, and was not given another block instead of, is accepted once it is heard of.
+        let is_refused = refusal.is_some_and(|refusal| {
+            refusal.contains(&block.to_string()) && (input.taken || (claimed && !is_conflict(refusal)))
+        });
+        if !input.held && is_refused {
             return Choice { served: None, list: Some(without(pod_cidrs, block)), wait: Some(lost(block)) };
         }
-        let list = leftover.map(|leftover| without(pod_cidrs, leftover));
-        return Choice { served: Some(confirmed), list, wait: None };
+        return Choice { served: Some(confirmed), list: list(), wait: None };
     };
     if input.held || (!claimed && blocks.first() == Some(&block)) {
-        let list = leftover.map(|leftover| without(pod_cidrs, leftover));
-        let wait = claimed.then(|| kept(node, block, other));
-        return Choice { served: Some(confirmed), list, wait };
+        let wait = if claimed {
+            Some(kept(node, block, other))
+        } else {
+            refusal
+                .map(|refusal| format!("CiliumNode {node:?} lists {other} beside {block}, which is served: {refusal}"))
+        };
+        return Choice { served: Some(confirmed), list: list(), wait };
     }
     move_to(other, input)
 }
 
-/// Nothing is served yet. Of several blocks, the one that something holds an address of.
+/// Nothing is served yet, or it is not known any more: then the block that something holds an address of is, listed or
+/// not, and of the size of those that are.
 fn first(input: &Input<'_>) -> Choice {
     let blocks = || input.listed.into_iter().flat_map(|listed| ipv4_blocks(listed.pod_cidrs));
-    let in_use = blocks().find(|block| input.beyond.iter().any(|address| block.contains(address)));
-    match in_use.or_else(|| blocks().next()) {
-        Some(block) => move_to(block, input),
-        None => {
+    let Some(beyond) = input.beyond else {
+        return Choice { served: None, list: None, wait: Some("the leases of this node are not read yet".to_owned()) };
+    };
+    let in_use = blocks().find(|block| beyond.iter().any(|address| block.contains(address)));
+    let around = |block: Ipv4Net| {
+        let around = Ipv4Net::new(*beyond.first()?, block.prefix_len()).ok()?;
+        Some(Choice {
+            served: Some(Served { confirmed: false, ..served_of(around.trunc(), input) }),
+            list: None,
+            wait: None,
+        })
+    };
+    match (in_use, blocks().next()) {
+        (Some(block), _) => move_to(block, input),
+        (None, Some(block)) => around(block).unwrap_or_else(|| move_to(block, input)),
+        (None, None) => {
             let wait = format!(
                 "required IPv4 PodCIDR not available: CiliumNode {:?} has no IPv4 prefix in spec.ipam.podCIDRs yet; in mode \
                  cluster-pool the operator writes it (see status.ipam.operator-status.error of the object, and whether an \
@@ -160,9 +189,12 @@ fn first(input: &Input<'_>) -> Choice {
     }
 }
 
+fn served_of(block: Ipv4Net, input: &Input<'_>) -> Served {
+    Served { block, leaving: false, node_uid: input.node_uid.map(str::to_owned), confirmed: true }
+}
+
 fn move_to(block: Ipv4Net, input: &Input<'_>) -> Choice {
-    let node_uid = input.node_uid.map(str::to_owned);
-    Choice { served: Some(Served { block, leaving: false, node_uid, confirmed: true }), list: None, wait: None }
+    Choice { served: Some(served_of(block, input)), list: None, wait: None }
 }
 
 fn kept(node: &str, block: Ipv4Net, other: Ipv4Net) -> String {
@@ -175,7 +207,7 @@ fn kept(node: &str, block: Ipv4Net, other: Ipv4Net) -> String {
 
 fn lost(block: Ipv4Net) -> String {
     format!(
-        "required IPv4 PodCIDR not available: {block}, which this node had, is another node's by now, and nothing on this \
+        "required IPv4 PodCIDR not available: {block}, which this node had, is not its own any more, and nothing on this \
          node holds an address of it; the operator gives another (see status.ipam.operator-status.error of the \
          CiliumNode, and whether an operator leads)"
     )
@@ -189,7 +221,7 @@ pub fn choose_among<'a>(
     lists: Option<impl Iterator<Item = (&'a str, Listed<'a>)>>,
     node_uid: Option<&str>,
     held: bool,
-    beyond: &[Ipv4Addr],
+    beyond: Option<&[Ipv4Addr]>,
 ) -> Choice {
     let block = served.map(|served| IpNet::V4(served.block));
     let is_taken =
@@ -231,6 +263,7 @@ mod tests {
 
     const A: &str = "10.33.0.0/26";
     const B: &str = "10.33.0.64/26";
+    const CONFLICT: &str = "node has CIDRs allocated that conflict";
 
     /// The block to serve, and the list to write with its claim.
     type Short = (Option<String>, Option<(Vec<String>, Option<String>)>);
@@ -240,18 +273,18 @@ mod tests {
         now: Option<&'a Served>,
         listed: &'a [&'a str],
         claim: Option<&'a str>,
-        refused: bool,
+        refusal: Option<&'a str>,
         taken: bool,
         node_uid: Option<&'a str>,
     }
 
     const NOTHING: Seen<'static> =
-        Seen { now: None, listed: &[], claim: None, refused: false, taken: false, node_uid: Some("u1") };
+        Seen { now: None, listed: &[], claim: None, refusal: None, taken: false, node_uid: Some("u1") };
 
     impl Seen<'_> {
         fn choice(&self, held: bool) -> Choice {
             let pod_cidrs = texts(self.listed);
-            let listed = Listed { pod_cidrs: &pod_cidrs, claim: self.claim.map(net), refused: self.refused };
+            let listed = Listed { pod_cidrs: &pod_cidrs, claim: self.claim.map(net), refusal: self.refusal };
             choose(&Input {
                 node: "n1",
                 served: self.now,
@@ -259,7 +292,7 @@ mod tests {
                 taken: self.taken,
                 node_uid: self.node_uid,
                 held,
-                beyond: &[],
+                beyond: Some(&[]),
             })
         }
 
@@ -287,12 +320,29 @@ mod tests {
         // Of two, the one that pods have addresses of: what was known of them was lost.
         let (pod_cidrs, beyond) = (texts(&[A, B]), ["10.33.0.70".parse().unwrap()]);
         let listed = Some(Listed { pod_cidrs: &pod_cidrs, ..Listed::default() });
-        let input =
-            Input { node: "n1", served: None, listed, taken: false, node_uid: None, held: false, beyond: &beyond };
+        let input = Input {
+            node: "n1",
+            served: None,
+            listed,
+            taken: false,
+            node_uid: None,
+            held: false,
+            beyond: Some(&beyond),
+        };
         assert_eq!(choose(&input).served.unwrap().block, net(B));
+        assert_eq!(choose(&Input { beyond: None, ..input }).served, None);
+        // It is served where it is not listed, too.
+        let pod_cidrs = texts(&[A]);
+        let other = Input { listed: Some(Listed { pod_cidrs: &pod_cidrs, ..Listed::default() }), ..input };
+        let guessed = choose(&other).served.unwrap();
+        assert_eq!(guessed.block, net(B));
+        let claimed = choose(&Input { served: Some(&guessed), held: true, beyond: Some(&[]), ..other });
+        assert_eq!(claimed.list.unwrap().pod_cidrs, texts(&[B, A]));
         // Before the API server has told, what was known last is served.
         let unknown = Input { served: Some(&served(A)), listed: None, taken: true, ..input };
         assert_eq!(choose(&unknown), Choice { served: Some(served(A)), list: None, wait: None });
+        let leaving = Served { leaving: true, ..served(A) };
+        assert!(choose(&Input { served: Some(&leaving), ..unknown }).served.unwrap().leaving);
     }
 
     #[test]
@@ -303,7 +353,7 @@ mod tests {
         let wait = seen.choice(true).wait.unwrap();
         assert!(wait.contains(A) && wait.contains(B) && wait.contains("drain"), "{wait}");
         // So it stays, and nothing more is written.
-        let claimed = Seen { listed: &[A, B], claim: Some(A), refused: true, ..seen };
+        let claimed = Seen { listed: &[A, B], claim: Some(A), refusal: Some(CONFLICT), ..seen };
         assert_eq!(claimed.short(true), is(A));
         assert!(claimed.choice(true).wait.is_some());
     }
@@ -311,9 +361,10 @@ mod tests {
     #[test]
     fn the_other_block_is_taken_when_nothing_is_held_and_the_first_goes_off_the_list() {
         let (a, b) = (served(A), served(B));
-        let claimed = Seen { now: Some(&a), listed: &[A, B], claim: Some(A), refused: true, ..NOTHING };
+        let claimed = Seen { now: Some(&a), listed: &[A, B], claim: Some(A), refusal: Some(CONFLICT), ..NOTHING };
         assert_eq!(claimed.short(false), is(B));
-        assert_eq!(Seen { now: Some(&b), ..claimed }.short(true), writes(B, &[B], None));
+        assert_eq!(Seen { now: Some(&b), ..claimed }.short(true), writes(B, &[B], Some(B)));
+        assert_eq!(Seen { now: Some(&b), refusal: None, ..claimed }.short(true), writes(B, &[B], None));
         assert_eq!(Seen { now: Some(&b), listed: &[B], claim: Some(A), ..NOTHING }.short(true), is(B));
         // What was never listed by this node is nobody's to take off.
         assert_eq!(Seen { now: Some(&a), listed: &[B], ..NOTHING }.short(false), is(B));
@@ -338,14 +389,19 @@ mod tests {
     #[test]
     fn a_drained_node_gives_up_what_is_refused_to_it() {
         let now = served(A);
-        let seen = Seen { now: Some(&now), listed: &[A], refused: true, taken: true, ..NOTHING };
+        let belongs = format!("{A} belongs to n2");
+        let seen = Seen { now: Some(&now), listed: &[A], refusal: Some(&belongs), taken: true, ..NOTHING };
         assert_eq!(seen.short(true), is(A));
         assert_eq!(seen.short(false), (None, Some((Vec::new(), None))));
         // Its own claim, too, though nobody lists it. What a person wrote there is for people to see.
         assert_eq!(Seen { taken: false, claim: Some(A), ..seen }.short(false), (None, Some((Vec::new(), None))));
         assert_eq!(Seen { taken: false, ..seen }.short(false), is(A));
         // The one that it belongs to keeps it.
-        assert_eq!(Seen { refused: false, ..seen }.short(false), is(A));
+        assert_eq!(Seen { refusal: None, ..seen }.short(false), is(A));
+        // So does one whose claim is accepted as soon as an operator hears of it.
+        let stale = format!("{CONFLICT} {A}");
+        let alone = Seen { taken: false, claim: Some(A), refusal: Some(&stale), ..seen };
+        assert_eq!(alone.short(false), is(A));
         // Off the list, it is not claimed again.
         let leaving = Served { leaving: true, ..now.clone() };
         assert_eq!(Seen { now: Some(&leaving), listed: &[], taken: false, ..seen }.short(false), (None, None));

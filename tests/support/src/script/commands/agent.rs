@@ -40,6 +40,28 @@ pub(super) fn reboot(world: &World, arguments: &[&str]) -> Outcome {
     Ok(silent())
 }
 
+/// What befalls node.json of a machine.
+#[derive(Clone, Copy)]
+pub(super) enum Disk {
+    Refuse,
+    Accept,
+    Damage,
+}
+
+/// The disk refuses to write node.json, or does so no more; or what is there is damaged.
+pub(super) fn disk(world: &mut World, arguments: &[&str], what: Disk) -> Outcome {
+    let [name] = exactly(arguments, "disk/refuse|accept|damage NAME")?;
+    let root = world.state_of(name)?;
+    let temporary = root.join("node.new");
+    let done = match what {
+        Disk::Refuse => std::fs::create_dir(temporary),
+        Disk::Accept => std::fs::remove_dir(temporary),
+        Disk::Damage => std::fs::write(root.join("node.json"), "damaged"),
+    };
+    done.map_err(|error| error.to_string())?;
+    Ok(silent())
+}
+
 /// Takes machines away.
 pub(super) fn remove_machines(world: &mut World, names: &[&str]) -> Outcome {
     for name in names {

@@ -75,6 +75,9 @@ impl Cluster {
             if let Some(error) = &change.error {
                 node.error.clone_from(error);
             }
+            if change.accepted {
+                node.claim = None;
+            }
         }
         self.records = plan.records.unwrap();
         self.ledger = plan.ledger;
@@ -507,6 +510,8 @@ fn a_node_that_claims_what_it_has_and_heard_of_nothing_else_keeps_it() {
     cluster.round();
     assert_eq!((cluster.cidrs("a"), cluster.get("a").error.as_str()), (vec!["10.33.0.128/26"], ""));
     assert_eq!(cluster.records.blocks["a"], [net("10.33.0.128/26")]);
+    // It is no claim any more.
+    assert_eq!(cluster.get("a").claim, None);
     // The other one rests: nobody can be sure that it was not heard of for a moment.
     assert_eq!(cluster.records.quarantine[0].cidr, net("10.33.0.0/26"));
     assert_eq!(cluster.cidrs("b"), ["10.33.0.64/26"]);
@@ -620,7 +625,7 @@ fn records_that_cannot_be_read_name_the_key() {
 enum Event {
     Create(u8, Option<u8>),
     Delete(u8),
-    Edit(u8, Vec<u8>),
+    Edit(u8, Vec<u8>, bool),
     Clear(u8),
     NewLeader,
     Wait(u16),
@@ -631,7 +636,8 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
     let event = prop_oneof![
         4 => (0_u8..8, proptest::option::of(0_u8..10)).prop_map(|(name, claim)| Event::Create(name, claim)),
         2 => (0_u8..8).prop_map(Event::Delete),
-        1 => (0_u8..8, proptest::collection::vec(0_u8..10, 1..3)).prop_map(|(name, claims)| Event::Edit(name, claims)),
+        3 => (0_u8..8, proptest::collection::vec(0_u8..10, 1..3), proptest::bool::ANY)
+            .prop_map(|(name, claims, marked)| Event::Edit(name, claims, marked)),
         1 => (0_u8..8).prop_map(Event::Clear),
         2 => Just(Event::NewLeader),
         2 => (1_u16..700).prop_map(Event::Wait),
@@ -670,9 +676,11 @@ proptest! {
                     }
                 }
                 Event::Delete(index) => cluster.nodes.retain(|node| node.name != name(index)),
-                Event::Edit(index, claims) => {
+                Event::Edit(index, claims, marked) => {
                     if let Some(node) = cluster.nodes.iter_mut().find(|node| node.name == name(index)) {
                         node.pod_cidrs = claims.into_iter().map(claim_text).collect();
+                        // The agent lists a block by itself, first.
+                        node.claim = node.pod_cidrs.first().filter(|_| marked).and_then(|text| text.parse().ok());
                     }
                 }
                 Event::Clear(index) => {
