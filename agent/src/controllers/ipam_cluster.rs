@@ -69,7 +69,7 @@ pub async fn run<R: BlockRecords>(
     waits: Waits,
     clock: Clock,
 ) {
-    let mut recorded = loop {
+    let recorded = loop {
         match store.read().await {
             Ok(records) => break records,
             Err(reason) => {
@@ -80,21 +80,18 @@ pub async fn run<R: BlockRecords>(
     };
     waits.end(WAIT);
     let mut ledger = Ledger::take_over(&settings, &recorded, clock.now());
-    // What was durable once, even where somebody put something else in its place.
-    let mut known = recorded.clone();
+    let mut kept = Kept { known: recorded.clone(), recorded, surprised: None, attempted: None };
     let mut followed = None;
     let mut read_again = false;
-    // Records that were not what this leader knew are a doubt as well.
-    let mut surprised: Option<Instant> = None;
-    // What was written, and may arrive yet.
-    let mut attempted: Option<Records> = None;
     let mut last_doubt = None;
     let mut look_at = Instant::now() + LATE;
     loop {
         let begun = Instant::now();
         let snapshot = cilium_nodes.synced().await;
         match followed {
-            None if recorded == Records::default() && has_old(&snapshot.rows, clock.now()) => surprised = Some(begun),
+            None if kept.recorded == Records::default() && has_old(&snapshot.rows, clock.now()) => {
+                kept.surprised = Some(begun);
+            }
             Some(then) => read_again |= !snapshot.followed.is_same_list(then),
             None => {}
         }
@@ -110,11 +107,8 @@ pub async fn run<R: BlockRecords>(
             match store.read().await {
                 Ok(now) => {
                     read_again = false;
-                    if now != recorded {
-                        surprised = surprised.max(is_surprise(attempted.as_ref(), &now).then_some(begun));
-                        known = now.clone().adopt(&known);
-                        ledger = Ledger::take_over(&settings, &known, clock.now());
-                        recorded = now;
+                    if now != kept.recorded {
+                        ledger = Ledger::take_over(&settings, kept.replaced(now, begun), clock.now());
                         continue;
                     }
                 }
@@ -125,29 +119,26 @@ pub async fn run<R: BlockRecords>(
                 }
             }
         }
-        let settled_at = doubt.max(surprised).map(|at| at + SETTLE).filter(|at| *at > begun);
+        let settled_at = doubt.max(kept.surprised).map(|at| at + SETTLE).filter(|at| *at > begun);
         let input = input(&snapshot.rows, settled_at.is_none());
         let Plan { nodes, records, ledger: next } = plan(&input, ledger, clock.now());
         ledger = next;
         let durable = match records {
-            Some(records) if records != recorded => match store.write(&records).await {
+            Some(records) if records != kept.recorded => match store.write(&records).await {
                 Ok(()) => {
-                    recorded = records;
-                    known.clone_from(&recorded);
+                    kept.known.clone_from(&records);
+                    kept.recorded = records;
                     waits.end(WAIT);
                     true
                 }
                 Err(NotWritten::Failed(reason)) => {
-                    attempted = Some(records);
+                    kept.attempted = Some(records);
                     look_at = begun + LATE;
                     waits.begin(WAIT, reason, Some(RECORDS_RETRY));
                     false
                 }
                 Err(NotWritten::Replaced(now)) => {
-                    surprised = surprised.max(is_surprise(attempted.as_ref(), &now).then_some(begun));
-                    known = now.clone().adopt(&known);
-                    ledger = Ledger::take_over(&settings, &known, clock.now());
-                    recorded = now;
+                    ledger = Ledger::take_over(&settings, kept.replaced(now, begun), clock.now());
                     continue;
                 }
             },
@@ -183,7 +174,7 @@ pub async fn run<R: BlockRecords>(
                 biased;
                 () = cilium_nodes.changed() => {}
                 _ = doubted.changed() => {}
-                () = tokio::time::sleep(until_quarantine_ends(&recorded, clock.now())) => {}
+                () = tokio::time::sleep(until_quarantine_ends(&kept.recorded, clock.now())) => {}
                 () = tokio::time::sleep_until(settled_at.unwrap_or(begun + LONGEST).min(look_at)) => {}
             }
             // The first node of a quiet cluster is served at once; a burst of them shares one pass.
@@ -196,13 +187,29 @@ pub async fn run<R: BlockRecords>(
     }
 }
 
-/// Whether records that are there, and are not those that this leader knew, are no late arrival of its own.
-fn is_surprise(attempted: Option<&Records>, now: &Records) -> bool {
-    if attempted == Some(now) {
-        return false;
+/// What a leader remembers of the records.
+struct Kept {
+    /// What is there.
+    recorded: Records,
+    /// What was durable once, even where somebody put something else in its place.
+    known: Records,
+    /// When records were found that were not what this leader knew: a doubt as well.
+    surprised: Option<Instant>,
+    /// What was written, and may arrive yet.
+    attempted: Option<Records>,
+}
+
+impl Kept {
+    /// Others are there, somebody else's or a late arrival of one's own. Answers what is known with them.
+    fn replaced(&mut self, now: Records, at: Instant) -> &Records {
+        if self.attempted.as_ref() != Some(&now) {
+            tracing::warn!("block records were replaced by somebody else; planning anew with both");
+            self.surprised = Some(at);
+        }
+        self.known = now.clone().adopt(&self.known);
+        self.recorded = now;
+        &self.known
     }
-    tracing::warn!("block records were replaced by somebody else; planning anew with both");
-    true
 }
 
 fn has_old(rows: &BTreeMap<String, CiliumNodeRow>, now: Timestamp) -> bool {
