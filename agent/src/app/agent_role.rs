@@ -353,6 +353,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             cilium_nodes: cilium_nodes.reader(),
             peers: peers.reader(),
             pool: pool.reader(),
+            remembered: remembered.reader(),
             router: router.reader(),
             leader: leader.reader(),
             targets: statuses.reader(),

@@ -57,6 +57,8 @@ pub struct NodeStatus {
     pub peers: Reader<String, PeerRow>,
     /// Where this node's pods get their addresses from.
     pub pool: Reader<(), PoolRow>,
+    /// What of `pool` is on disk.
+    pub remembered: Reader<(), PoolRow>,
     /// Router address.
     pub router: Reader<Ipv4Addr, ()>,
     /// The election.
@@ -155,9 +157,15 @@ impl NodeStatus {
         let mut reasons = Vec::new();
         match self.pool.peek().rows.get(&()) {
             None => reasons.push("no pod CIDR yet; see the wait of that name".to_owned()),
-            Some(row) => reasons.extend(row.blocked.clone()),
+            Some(row) => {
+                reasons.extend(row.blocked.clone());
+                let on_disk = self.remembered.peek().rows.get(&()).map(|row| row.pod_cidr);
+                let wait = remembered::WAIT;
+                reasons.extend((on_disk != Some(row.pod_cidr)).then(|| {
+                    format!("pod CIDR {} is not on disk yet; see the wait {wait:?}, if there is one", row.pod_cidr)
+                }));
+            }
         }
-        reasons.extend(self.waits.peek().rows.get(remembered::WAIT).map(|wait| wait.reason.clone()));
         if self.router.peek().rows.is_empty() {
             reasons.push("no router address yet".to_owned());
         }
