@@ -25,8 +25,9 @@ const LOOK: Duration = Duration::from_secs(1);
 /// How long everything may take to come to rest: a quarantine, a Lease, the longest back-offs, one after the other.
 const REST_BOUND: Duration = Duration::from_secs(300);
 
-/// A list that is not answered has to end first, or a Lease, and the retries after it.
-const TAKE_OVER: Duration = Duration::from_secs(45);
+/// A list that is not answered has to end first, or a Lease, and the retries after it; 70 s later the new leader looks
+/// whether a write of the former one arrived late.
+const TAKE_OVER: Duration = Duration::from_secs(120);
 
 /// An API server is stopped for this long to restore a backup; so long that every Lease ends.
 const OUTAGE: std::ops::Range<u64> = 27..60;
