@@ -139,8 +139,9 @@ pub(crate) fn kubernetes_mode() -> Result<()> {
     let pods = rig.web()?;
     for node in rig.cluster.spec().node_names()? {
         let given = rig.cluster.kubectl(&["get", "node", &node, "--output", "jsonpath={.spec.podCIDRs[*]}"])?;
-        let blocks: Vec<String> = rig.cluster.blocks(&node)?.iter().map(ToString::to_string).collect();
-        ensure!(blocks == [given.as_str()], "{node} was given {given}, and has {blocks:?}");
+        wait_for("the mirrored block", || {
+            Ok(rig.cluster.blocks(&node)?.iter().map(ToString::to_string).eq([given.as_str()]))
+        })?;
         let annotation = r"jsonpath={.metadata.annotations.network\.cilium\.io/ipv4-pod-cidr}";
         wait_for("the annotation of the Node", || {
             Ok(rig.cluster.kubectl(&["get", "node", &node, "--output", annotation])? == given)

@@ -21,14 +21,15 @@ pub(crate) fn addresses() -> Result<()> {
 }
 
 fn nodes_say_that_they_are_ready(rig: &Rig) -> Result<()> {
-    let nodes = rig.cluster.kubectl_json(&["get", "nodes"])?;
-    for node in items(&nodes) {
-        let conditions = node.pointer("/status/conditions").and_then(|all| all.as_array()).into_iter().flatten();
-        let ours: Vec<&str> =
-            conditions.filter(|one| text(one, "/type") == "cistern.io/Ready").map(|one| text(one, "/status")).collect();
-        ensure!(ours == ["True"], "{}: cistern.io/Ready is {ours:?}", text(node, "/metadata/name"));
-    }
-    Ok(())
+    // The condition follows the agent's state some seconds later.
+    wait_for("cistern.io/Ready on every node", || {
+        let nodes = rig.cluster.kubectl_json(&["get", "nodes"])?;
+        Ok(items(&nodes).all(|node| {
+            let conditions = node.pointer("/status/conditions").and_then(|all| all.as_array()).into_iter().flatten();
+            let ours = conditions.filter(|one| text(one, "/type") == "cistern.io/Ready");
+            ours.map(|one| text(one, "/status")).eq(["True"])
+        }))
+    })
 }
 
 pub(crate) fn inside() -> Result<()> {

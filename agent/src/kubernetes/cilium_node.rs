@@ -155,7 +155,8 @@ impl Operations for OwnNode {
             metadata.insert("annotations".to_owned(), json!({cluster_pool::CLAIM: claim}));
         }
         let written = match snapshot.rows.get(name) {
-            None => {
+            // One that was made a moment ago and is not told of yet is there.
+            None if !pending => {
                 if let Some(retry_after) = too_soon(self.made) {
                     return Err(KubernetesError::Vanished { kind: KIND, name: name.clone(), retry_after });
                 }
@@ -180,10 +181,10 @@ impl Operations for OwnNode {
             Some(CiliumNodeRow { unreadable: Some(reason), .. }) => {
                 return Err(KubernetesError::Unreadable { kind: KIND, name: name.clone(), reason: reason.clone() });
             }
-            Some(row) => {
+            row => {
                 let mut spec = Map::from_iter([("addresses".to_owned(), addresses(&value.addresses))]);
                 let lists = list.is_some();
-                if let Some(list) = list {
+                if let (Some(list), Some(row)) = (list, row) {
                     if !self.mirror {
                         if let Some(retry_after) = too_soon(self.listed) {
                             return Err(KubernetesError::TooSoon { kind: KIND, name: name.clone(), retry_after });
