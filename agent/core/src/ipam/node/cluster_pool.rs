@@ -47,7 +47,7 @@ pub struct Input<'a> {
     pub served: Option<&'a Served>,
     /// Of the node's own CiliumNode, nothing where there is no such object; none before the API server has told.
     pub listed: Option<Listed<'a>>,
-    /// Another CiliumNode lists the block that is served, or a part of it.
+    /// Another CiliumNode lists the block that is served, or a part of it. Of no matter while it is held.
     pub taken: bool,
     /// UID of the Node; none while it is not known, or there is none.
     pub node_uid: Option<&'a str>,
@@ -233,7 +233,8 @@ pub fn choose_among<'a>(
     for (name, listed) in lists {
         if name == node {
             own = listed;
-        } else {
+        } else if !held {
+            // A block that is held is kept, whoever lists it: thousands of lists need not be read for that.
             taken = taken || is_taken(listed.pod_cidrs);
         }
     }

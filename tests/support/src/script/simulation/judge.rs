@@ -205,8 +205,7 @@ impl Judge {
 
     /// Whether people wrote into this object, or what it lists into another one.
     pub(super) fn is_touched(&self, name: &str, listed: &BTreeSet<Ipv4Net>) -> bool {
-        let odd = self.by_hand.iter();
-        odd.into_iter().any(|(node, written)| node == name || listed.iter().any(|block| overlap(written, block)))
+        self.by_hand.iter().any(|(node, written)| node == name || listed.iter().any(|block| overlap(written, block)))
     }
 
     /// The block that a machine uses.

@@ -668,7 +668,13 @@ impl Story {
                     return Err(format!("{name} lists {listed:?} and uses {used}"));
                 }
                 // After a restore, what pods have addresses of is listed beside what the operator knows.
-                (Some(_), Some(_)) if listed.len() > 1 && self.judge.has_pods(name) => taken.extend(&listed),
+                (Some(_), Some(_)) if listed.len() > 1 && self.judge.has_pods(name) => {
+                    for block in &listed {
+                        if !taken.insert(*block) && !conflict {
+                            return Err(format!("{name} lists {block}, and so does another"));
+                        }
+                    }
+                }
                 (Some(_), Some(_)) if !error.is_empty() && !conflict => {
                     return Err(format!("{name} lists {listed:?}, and its error is {error:?}"));
                 }
