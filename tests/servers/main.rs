@@ -1,7 +1,8 @@
 //! What runs against the small API server, against a real kube-apiserver: the scripts, with the rights that the chart
 //! gives, and requests whose answers both servers have to agree on.
 //!
-//! There is one server, so the cases run one after the other.
+//! A case has a server to itself, which it leaves to the next. Cases mostly wait, for what an API server does in its own
+//! time, so a few servers side by side take a third of the time.
 
 mod compare;
 
@@ -33,18 +34,21 @@ impl Real {
     }
 }
 
-/// Started by the first case that runs.
-type Shared = Arc<Mutex<Option<Real>>>;
+/// How many servers there are at most, and so how many cases run at a time.
+const SERVERS: usize = 4;
+
+/// The servers that no case uses now. A case that finds none starts one; one of a case that panicked ends with it.
+type Shared = Arc<Mutex<Vec<Real>>>;
 
 fn with_real(shared: &Shared, case: impl FnOnce(&mut Real) -> Result<()>) -> Result<(), Failed> {
-    // What a case that panicked has left is cleared by the next one.
-    let mut real = shared.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut running = match real.take() {
+    let free = || shared.lock().unwrap_or_else(PoisonError::into_inner);
+    let idle = free().pop();
+    let mut running = match idle {
         Some(running) => running,
         None => Real::start().map_err(|error| format!("{error:#}"))?,
     };
     let outcome = case(&mut running);
-    *real = Some(running);
+    free().push(running);
     outcome.map_err(|error| format!("{error:#}").into())
 }
 
@@ -65,7 +69,7 @@ fn files(folder: &Path, ending: &str) -> Result<Vec<PathBuf>> {
 
 fn main() -> Result<ExitCode> {
     let mut arguments = Arguments::from_args();
-    arguments.test_threads = Some(1);
+    arguments.test_threads = Some(arguments.test_threads.map_or(SERVERS, |asked| asked.min(SERVERS)));
     let shared = Shared::default();
     let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (mut trials, mut left_out) = (Vec::new(), Vec::new());
