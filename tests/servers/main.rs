@@ -19,14 +19,14 @@ use std::time::Instant;
 
 /// The server, and the connection to it.
 struct Real {
-    control_plane: ControlPlane,
+    control_plane: Arc<ControlPlane>,
     upstream: Arc<Upstream>,
 }
 
 impl Real {
     fn start() -> Result<Self> {
         let start = Instant::now();
-        let mut control_plane = ControlPlane::start(&Spec::of_tests()?.kubernetes)?;
+        let control_plane = Arc::new(ControlPlane::start(&Spec::of_tests()?.kubernetes)?);
         control_plane.install(&[])?;
         let upstream = Arc::new(control_plane.connect()?);
         eprintln!("servers: kube-apiserver {} after {} s", control_plane.version()?, start.elapsed().as_secs());
@@ -40,14 +40,14 @@ const SERVERS: usize = 4;
 /// The servers that no case uses now. A case that finds none starts one; one of a case that panicked ends with it.
 type Shared = Arc<Mutex<Vec<Real>>>;
 
-fn with_real(shared: &Shared, case: impl FnOnce(&mut Real) -> Result<()>) -> Result<(), Failed> {
+fn with_real(shared: &Shared, case: impl FnOnce(&Real) -> Result<()>) -> Result<(), Failed> {
     let free = || shared.lock().unwrap_or_else(PoisonError::into_inner);
     let idle = free().pop();
-    let mut running = match idle {
+    let running = match idle {
         Some(running) => running,
         None => Real::start().map_err(|error| format!("{error:#}"))?,
     };
-    let outcome = case(&mut running);
+    let outcome = case(&running);
     free().push(running);
     outcome.map_err(|error| format!("{error:#}").into())
 }
@@ -86,9 +86,12 @@ fn main() -> Result<ExitCode> {
             with_real(&shared, |real| {
                 real.control_plane.install(&values)?;
                 let start = Instant::now();
-                script::run_on_real(&path, &real.upstream)?;
+                let outcome = script::run_on_real(&path, &real.upstream);
+                if real.upstream.has_been_redefined() {
+                    real.control_plane.distrust_installation();
+                }
                 eprintln!("servers: {name}: {:.1} s", start.elapsed().as_secs_f64());
-                Ok(())
+                Ok(outcome?)
             })
         }));
     }

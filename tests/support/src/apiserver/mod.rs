@@ -74,7 +74,7 @@ pub use error::ApiError;
 pub use faults::{CallMatch, Fault};
 pub use manifest::{ManifestError, parse_manifest};
 pub use serve::{kubeconfig, serve};
-pub use upstream::{Account, Upstream};
+pub use upstream::{Account, Database, Upstream};
 
 use error::ApiResult;
 use faults::{Faults, REQUEST_TIMEOUT};
@@ -201,9 +201,17 @@ impl Lifeline {
     }
 }
 
+/// By how much the resource version jumps after a snapshot.
+const LOST_REVISIONS: u64 = 100_000;
+
 /// The whole of a server's state at one moment, to go back to: what an etcd snapshot is to a real cluster.
-#[derive(Clone)]
-pub struct Snapshot(State);
+pub struct Snapshot(Saved);
+
+enum Saved {
+    Here(Box<State>),
+    /// Of a real server's database.
+    Folder(tempfile::TempDir),
+}
 
 /// A running API server. Clones are handles to the same one.
 #[derive(Clone)]
@@ -365,13 +373,6 @@ impl ApiServer {
         self.shared.lock().store.compact();
     }
 
-    /// Lets the resource version jump, as it does when the rest of a cluster writes.
-    pub fn skip_revisions(&self, count: u64) {
-        let mut state = self.shared.lock();
-        state.store.skip(count);
-        self.publish(state);
-    }
-
     /// The current resource version.
     pub fn revision(&self) -> u64 {
         self.shared.lock().store.revision()
@@ -394,22 +395,46 @@ impl ApiServer {
             .collect())
     }
 
-    /// The state as it is now.
-    pub fn snapshot(&self) -> Snapshot {
-        Snapshot(self.shared.lock().clone())
+    /// The state as it is now. After it the resource version jumps, as the rest of a cluster writes, too: a version from
+    /// after it is not soon given again when a server goes back to it.
+    ///
+    /// # Errors
+    /// When a real server's database cannot be copied, or does not run again after it.
+    pub fn snapshot(&self) -> anyhow::Result<Snapshot> {
+        let saved = match &self.shared.upstream {
+            Some(upstream) => Saved::Folder(upstream.back_up()?),
+            None => {
+                let mut state = self.shared.lock();
+                let saved = state.clone();
+                state.store.skip(LOST_REVISIONS);
+                self.publish(state);
+                Saved::Here(Box::new(saved))
+            }
+        };
+        Ok(Snapshot(saved))
     }
 
     /// Goes back to an older state, as after the restore of an etcd backup: later writes are lost, the resource version
     /// counts on from the older one, and every watch ends. UIDs that were given since are not given again.
-    pub fn restore_from(&self, snapshot: &Snapshot) {
-        let mut state = self.shared.lock();
-        let lost = std::mem::replace(&mut *state, snapshot.0.clone());
-        state.keep_drawing_from(lost);
-        state.store.compact();
-        let revision = state.store.revision();
-        drop(state);
-        self.shared.links.send_modify(|links| links.life += 1);
-        self.shared.revision.send_replace(revision);
+    ///
+    /// # Errors
+    /// When a real server does not start with it, or the snapshot is not one of this server.
+    pub fn restore_from(&self, snapshot: &Snapshot) -> anyhow::Result<()> {
+        match (&snapshot.0, &self.shared.upstream) {
+            (Saved::Folder(folder), Some(upstream)) => upstream.restore(folder),
+            (Saved::Here(saved), None) => {
+                let mut state = self.shared.lock();
+                let lost = std::mem::replace(&mut *state, State::clone(saved));
+                state.keep_drawing_from(lost);
+                state.store.compact();
+                let revision = state.store.revision();
+                drop(state);
+                self.shared.links.send_modify(|links| links.life += 1);
+                self.shared.revision.send_replace(revision);
+                Ok(())
+            }
+            _ => anyhow::bail!("this snapshot is one of another server"),
+        }
     }
 
     /// Creates an object together with its status; past links, faults and the record of calls.

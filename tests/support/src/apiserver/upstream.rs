@@ -14,7 +14,8 @@
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc as blocking};
 use std::time::Duration;
 
@@ -45,6 +46,9 @@ const BEGINNING: Duration = Duration::from_millis(30);
 
 /// How long a request for what a watch has missed may last, in seconds.
 const HISTORY_SECONDS: u32 = 1;
+
+/// What a backup is called in its folder.
+const SAVED: &str = "saved";
 
 /// How often, and how far apart, an administrator asks again while the server says that it is busy.
 const REOPENING: u32 = 100;
@@ -243,6 +247,21 @@ impl Feed {
     }
 }
 
+/// The database of a real server, to go back to what it held.
+pub trait Database: Send + Sync {
+    /// Keeps all of it in a folder that is not there yet. The server goes on.
+    ///
+    /// # Errors
+    /// When that cannot be done, or the server does not go on.
+    fn back_up(&self, to: &Path) -> anyhow::Result<()>;
+
+    /// Goes back to what such a folder holds. The server starts anew.
+    ///
+    /// # Errors
+    /// When that cannot be done, or the server does not start.
+    fn restore(&self, from: &Path) -> anyhow::Result<()>;
+}
+
 /// The connection to a real server.
 pub struct Upstream {
     /// Its clock is the real one.
@@ -255,14 +274,17 @@ pub struct Upstream {
     news: watch::Sender<u64>,
     /// The server's version when the present script began.
     began: AtomicU64,
+    /// Whether an administrator has written a definition of a kind since somebody asked.
+    redefined: AtomicBool,
+    database: Arc<dyn Database>,
 }
 
 impl Upstream {
-    /// Connects with a kubeconfig for each account.
+    /// Connects with a kubeconfig for each account. `database` is the server's.
     ///
     /// # Errors
     /// When one of them is not usable.
-    pub fn new(kubeconfigs: &[(Account, String)]) -> anyhow::Result<Self> {
+    pub fn new(kubeconfigs: &[(Account, String)], database: Arc<dyn Database>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
         let mut clients = BTreeMap::new();
         for (account, text) in kubeconfigs {
@@ -282,7 +304,15 @@ impl Upstream {
             feeds: Mutex::new(Vec::new()),
             news: watch::Sender::new(0),
             began: AtomicU64::new(0),
+            redefined: AtomicBool::new(false),
+            database,
         })
+    }
+
+    /// Whether a script has written a definition of a kind since this was asked last: whoever installed it has to install
+    /// it anew for the next one.
+    pub fn has_been_redefined(&self) -> bool {
+        self.redefined.swap(false, Ordering::Relaxed)
     }
 
     fn feeds(&self) -> MutexGuard<'_, Vec<Arc<Feed>>> {
@@ -441,6 +471,9 @@ impl Upstream {
 
     /// What an administrator asks, with all that follows from it.
     fn administer(self: &Arc<Self>, ask: Ask) -> ApiResult<Value> {
+        if ask.verb.is_write() && &*ask.resource.plural == "customresourcedefinitions" {
+            self.redefined.store(true, Ordering::Relaxed);
+        }
         let this = Arc::clone(self);
         let told = self.block(async move {
             let mut tries = 0;
@@ -545,6 +578,33 @@ impl Upstream {
                 _ => None,
             })
             .collect())
+    }
+
+    /// Keeps all that the server holds. No write is under way meanwhile, and the clock stands.
+    pub(super) fn back_up(self: &Arc<Self>) -> anyhow::Result<tempfile::TempDir> {
+        let folder = tempfile::Builder::new().prefix("cistern-backup-").tempdir()?;
+        let to = folder.path().join(SAVED);
+        self.with_database(move |database| database.back_up(&to))?;
+        Ok(folder)
+    }
+
+    /// Goes back to what was kept. Every watch ends.
+    pub(super) fn restore(self: &Arc<Self>, backup: &tempfile::TempDir) -> anyhow::Result<()> {
+        let from = backup.path().join(SAVED);
+        self.with_database(move |database| database.restore(&from))
+    }
+
+    fn with_database(
+        self: &Arc<Self>,
+        task: impl FnOnce(&dyn Database) -> anyhow::Result<()> + Send + 'static,
+    ) -> anyhow::Result<()> {
+        let this = Arc::clone(self);
+        let outcome = self.block(async move {
+            let _one = this.writing.lock().await;
+            let database = Arc::clone(&this.database);
+            tokio::task::spawn_blocking(move || task(&*database)).await
+        });
+        outcome.map_err(|error| anyhow::anyhow!("{error}"))??
     }
 
     /// Begins a script: what earlier ones have left is deleted.

@@ -4,13 +4,14 @@
 use super::binaries::Binaries;
 use super::install;
 use super::pki::{Authority, Subject, kubeconfig};
-use crate::apiserver::{Account, Upstream};
+use crate::apiserver::{Account, Database, Upstream};
 use crate::lab::output;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Where the chart is installed.
 const NAMESPACE: &str = "kube-system";
@@ -26,15 +27,35 @@ const INSTALLED: [&str; 6] =
 /// A signal to all of them at once ends it, too: left to itself, kube-apiserver waits for an etcd that is gone.
 const UNTIL_END_OF_INPUT: &str = r#"trap : HUP INT TERM; "$@" & child=$!; read -r _; kill -9 "$child"; wait"#;
 
+const ETCD: &str = "etcd";
+const KUBE_APISERVER: &str = "kube-apiserver";
+
+/// By how much the resource version goes back when a backup is restored, at least. The rest of a cluster writes, too: a
+/// version from after the backup is not soon given again.
+const LOST_REVISIONS: u32 = 1_000;
+
+/// A key that kube-apiserver does not look at, and a value for it, in base64 as etcd's gateway wants them.
+const OTHER_WRITE: &str = r#"{"key": "cmVzdA==", "value": "cmVzdA=="}"#;
+
 /// A running control plane. It ends when it is dropped, or with this process.
 pub struct ControlPlane {
     /// In the order of their start.
-    daemons: Vec<Child>,
+    daemons: Mutex<Vec<Daemon>>,
     binaries: Binaries,
     folder: tempfile::TempDir,
+    /// Of etcd, for clients.
+    etcd: String,
+    /// Of kube-apiserver.
     port: u16,
     /// The chart's values that the rights are those of.
-    values: Option<Vec<String>>,
+    values: Mutex<Option<Vec<String>>>,
+}
+
+/// One of its programs.
+struct Daemon {
+    name: &'static str,
+    arguments: Vec<String>,
+    process: Child,
 }
 
 impl ControlPlane {
@@ -46,11 +67,12 @@ impl ControlPlane {
         let binaries = Binaries::new(release)?;
         let folder = tempfile::Builder::new().prefix("cistern-control-plane-").tempdir()?;
         let [client, peer, port] = free_ports()?;
-        let mut this = Self { daemons: Vec::new(), binaries, folder, port, values: None };
         let (clients, peers) = (format!("http://127.0.0.1:{client}"), format!("http://127.0.0.1:{peer}"));
+        let this =
+            Self { daemons: Mutex::default(), binaries, folder, etcd: clients.clone(), port, values: Mutex::default() };
         this.spawn(
-            "etcd",
-            &[
+            ETCD,
+            vec![
                 format!("--data-dir={}", this.path("etcd").display()),
                 "--unsafe-no-fsync".to_owned(),
                 format!("--listen-client-urls={clients}"),
@@ -71,8 +93,8 @@ impl ControlPlane {
         fs::write(this.path("admin.conf"), kubeconfig(&this.url(), &pki, "admin"))?;
         let pki = pki.display();
         this.spawn(
-            "kube-apiserver",
-            &[
+            KUBE_APISERVER,
+            vec![
                 format!("--etcd-servers={clients}"),
                 "--bind-address=127.0.0.1".to_owned(),
                 format!("--secure-port={port}"),
@@ -88,12 +110,16 @@ impl ControlPlane {
                 format!("--service-account-signing-key-file={pki}/tokens.key"),
             ],
         )?;
-        let ready = super::wait_for("kube-apiserver to be ready", || {
-            let ready = this.kubectl(&["get", "--raw", "/readyz"]).is_ok();
-            Ok(ready && this.kubectl(&["get", "namespace", NAMESPACE]).is_ok())
-        });
-        ready.with_context(|| this.last_words("kube-apiserver"))?;
+        this.wait()?;
         Ok(this)
+    }
+
+    fn wait(&self) -> Result<()> {
+        let ready = super::wait_for("kube-apiserver to be ready", || {
+            let ready = self.kubectl(&["get", "--raw", "/readyz"]).is_ok();
+            Ok(ready && self.kubectl(&["get", "namespace", NAMESPACE]).is_ok())
+        });
+        ready.with_context(|| self.last_words(KUBE_APISERVER))
     }
 
     /// Installs what the chart gives its service accounts under these values (`KEY=VALUE`, as for `helm --set`), with the
@@ -101,8 +127,9 @@ impl ControlPlane {
     ///
     /// # Errors
     /// When the chart refuses the values, or the API server the objects.
-    pub fn install(&mut self, values: &[String]) -> Result<()> {
-        if self.values.as_deref() == Some(values) {
+    pub fn install(&self, values: &[String]) -> Result<()> {
+        let mut installed_values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
+        if installed_values.as_deref() == Some(values) {
             return Ok(());
         }
         let mut helm = Command::new(self.binaries.find("helm")?);
@@ -121,15 +148,20 @@ impl ControlPlane {
         let path = path.display().to_string();
         self.kubectl(&["apply", "--server-side", "--force-conflicts", "--filename", &path])?;
         self.kubectl(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=30s"])?;
-        self.values = Some(values.to_vec());
+        *installed_values = Some(values.to_vec());
         Ok(())
+    }
+
+    /// Lets the next [`Self::install`] do its work whatever was installed: somebody has changed it.
+    pub fn distrust_installation(&self) {
+        *self.values.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// Connects as an administrator and as each of the chart's service accounts, which must be installed.
     ///
     /// # Errors
     /// When a token is refused.
-    pub fn connect(&self) -> Result<Upstream> {
+    pub fn connect(self: &Arc<Self>) -> Result<Upstream> {
         let administrator = fs::read_to_string(self.path("admin.conf"))?;
         let mut kubeconfigs = vec![(Account::Administrator, administrator)];
         for (account, name) in [(Account::Agent, "cistern"), (Account::Operator, "cistern-operator")] {
@@ -137,7 +169,7 @@ impl ControlPlane {
             let token = self.kubectl(&["create", "token", name, "--namespace", NAMESPACE, &duration])?;
             kubeconfigs.push((account, self.token_kubeconfig(token.trim())));
         }
-        Upstream::new(&kubeconfigs)
+        Upstream::new(&kubeconfigs, Arc::clone(self) as Arc<dyn Database>)
     }
 
     fn token_kubeconfig(&self, token: &str) -> String {
@@ -176,13 +208,47 @@ impl ControlPlane {
         self.folder.path().join(name)
     }
 
-    fn spawn(&mut self, name: &str, arguments: &[String]) -> Result<()> {
-        let log = File::create(self.path(&format!("{name}.log")))?;
+    fn daemons(&self) -> MutexGuard<'_, Vec<Daemon>> {
+        self.daemons.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn spawn(&self, name: &'static str, arguments: Vec<String>) -> Result<()> {
+        let log = File::options().create(true).append(true).open(self.path(&format!("{name}.log")))?;
         let mut command = Command::new("sh");
-        command.args(["-c", UNTIL_END_OF_INPUT, "sh"]).arg(self.binaries.find(name)?).args(arguments);
+        command.args(["-c", UNTIL_END_OF_INPUT, "sh"]).arg(self.binaries.find(name)?).args(&arguments);
         command.current_dir(self.folder.path()).stdin(Stdio::piped()).stdout(log.try_clone()?).stderr(log);
-        self.daemons.push(command.spawn().with_context(|| format!("start {name}"))?);
+        let process = command.spawn().with_context(|| format!("start {name}"))?;
+        self.daemons().push(Daemon { name, arguments, process });
         Ok(())
+    }
+
+    /// Ends programs, lets something happen, and starts them again, in the order in which they were started first.
+    fn without(&self, names: &[&str], task: impl FnOnce() -> Result<()>) -> Result<()> {
+        let (mut ended, others): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut *self.daemons()).into_iter().partition(|daemon| names.contains(&daemon.name));
+        *self.daemons() = others;
+        ended.iter_mut().rev().for_each(Daemon::end);
+        let outcome = task();
+        for daemon in ended {
+            self.spawn(daemon.name, daemon.arguments)?;
+        }
+        outcome?;
+        self.wait()
+    }
+
+    /// Lets the version jump, as it does when the rest of a cluster writes.
+    fn skip_revisions(&self) -> Result<()> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(async {
+            let client = kube::Client::try_from(kube::Config::new(self.etcd.parse()?))?;
+            for _ in 0..LOST_REVISIONS {
+                let put = http::Request::post("/v3/kv/put")
+                    .body(kube::client::Body::from(OTHER_WRITE.as_bytes().to_vec()))?;
+                let status = client.send(put).await?.status();
+                ensure!(status.is_success(), "etcd refuses a write: {status}");
+            }
+            Ok(())
+        })
     }
 
     fn last_words(&self, name: &str) -> String {
@@ -193,13 +259,40 @@ impl ControlPlane {
     }
 }
 
+impl Database for ControlPlane {
+    fn back_up(&self, to: &Path) -> Result<()> {
+        // What it holds is on the disk when it does not run.
+        self.without(&[ETCD], || copy(&self.path(ETCD), to))?;
+        self.skip_revisions()
+    }
+
+    fn restore(&self, from: &Path) -> Result<()> {
+        // kube-apiserver has to forget what it has seen, too: so it is told to whoever restores a cluster.
+        self.without(&[KUBE_APISERVER, ETCD], || {
+            fs::remove_dir_all(self.path(ETCD))?;
+            copy(from, &self.path(ETCD))
+        })
+    }
+}
+
+/// Copies a folder with all its content; the copy must not be there yet.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    let mut cp = Command::new("cp");
+    cp.args(["--recursive", "--sparse=always", "--no-target-directory"]).arg(from).arg(to);
+    output(&mut cp, &format!("cp {} {}", from.display(), to.display())).map(drop)
+}
+
+impl Daemon {
+    fn end(&mut self) {
+        drop(self.process.stdin.take());
+        // There is nobody to tell.
+        let _ = self.process.wait();
+    }
+}
+
 impl Drop for ControlPlane {
     fn drop(&mut self) {
-        for daemon in self.daemons.iter_mut().rev() {
-            drop(daemon.stdin.take());
-            // There is nobody to tell.
-            let _ = daemon.wait();
-        }
+        self.daemons().iter_mut().rev().for_each(Daemon::end);
     }
 }
 

@@ -538,10 +538,10 @@ async fn a_restored_backup_loses_later_writes_and_ends_watches() {
     let server = server();
     let nodes: Api<Node> = Api::all(server.client_as("agent"));
     nodes.create(&PostParams::default(), &node("n1")).await.unwrap();
-    let backup = server.snapshot();
+    let backup = server.snapshot().unwrap();
     let later = nodes.create(&PostParams::default(), &node("n2")).await.unwrap().resource_version().unwrap();
     let mut events = nodes.watch(&WatchParams::default(), &later).await.unwrap().boxed();
-    server.restore_from(&backup);
+    server.restore_from(&backup).unwrap();
     assert!(events.next().await.is_none());
     assert_eq!(code(nodes.get("n2").await.unwrap_err()), 404);
     let params = ListParams::default().at(&later).matching(kube::api::VersionMatch::NotOlderThan);

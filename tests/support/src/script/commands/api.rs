@@ -133,35 +133,21 @@ pub(super) fn forget(world: &World) -> Outcome {
 }
 
 pub(super) fn compact(world: &World) -> Outcome {
-    small_alone(world)?;
+    if world.server.is_real() {
+        return Err("a real server forgets in its own time: `# server: small, WHY`".to_owned());
+    }
     world.server.compact();
     Ok(silent())
 }
 
-/// Refuses what cannot be done to a real server.
-fn small_alone(world: &World) -> Result<(), String> {
-    if world.server.is_real() {
-        Err("a real server does not do this: `# server: small, WHY`".to_owned())
-    } else {
-        Ok(())
-    }
-}
-
-/// By how much the resource version goes back when a backup is restored, at least.
-const LOST_REVISIONS: u64 = 100_000;
-
 pub(super) fn backup(world: &mut World) -> Outcome {
-    small_alone(world)?;
-    world.backup = Some(world.server.snapshot());
-    // The rest of a cluster writes, too: a version from after the backup is not soon given again.
-    world.server.skip_revisions(LOST_REVISIONS);
+    world.backup = Some(world.server.snapshot().map_err(|error| format!("{error:#}"))?);
     Ok(silent())
 }
 
 pub(super) fn restore(world: &World) -> Outcome {
-    small_alone(world)?;
     let backup = world.backup.as_ref().ok_or("there is no backup: api/backup comes first")?;
-    world.server.restore_from(backup);
+    world.server.restore_from(backup).map_err(|error| format!("{error:#}"))?;
     Ok(silent())
 }
 
