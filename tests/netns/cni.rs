@@ -482,6 +482,29 @@ fn a_queued_del_does_not_end_an_attachment_that_was_made_after_it() {
     assert!(pings(&pod, ROUTER));
 }
 
+#[test]
+fn the_first_packet_of_a_pod_is_not_lost() {
+    // What the kernel does for a device that has got a carrier waits for the lock that these hold most of the time.
+    const BUSY: &str = "while unshare --net ip link add x type veth peer y; do :; done";
+    let node = node("e-first");
+    let mut busy = [(); 8].map(|()| node.machine.command("sh").args(["-c", BUSY]).spawn().unwrap());
+    let lost: Vec<String> = (0..40)
+        .map(|number| format!("pod-{number}"))
+        .filter(|name| {
+            let pod = node.machine.pod(name).unwrap();
+            node.add(name, &pod);
+            let answered = pings(&pod, ROUTER);
+            node.call("DEL", name, &pod).run().result();
+            !answered
+        })
+        .collect();
+    for one in &mut busy {
+        one.kill().unwrap();
+        one.wait().unwrap();
+    }
+    assert_eq!(lost, [""; 0]);
+}
+
 // case: ipam P14
 #[test]
 fn status_tells_a_restart_from_a_node_that_cannot_serve() {

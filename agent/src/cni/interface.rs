@@ -185,6 +185,12 @@ impl Ends {
         outcomes.into_iter().filter(|outcome| !outcome.as_ref().is_err_and(is_unknown_family)).collect()
     }
 
+    /// Returns when both sides, set up by now, send what they are given: the first packet of a pod is as good as any.
+    pub(super) fn wait_until_they_send(&mut self, host: u32, pod: u32) -> Result<(), NetlinkError> {
+        self.pod.wait_until_it_sends(pod)?;
+        self.host.wait_until_it_sends(host)
+    }
+
     /// What is not as ADD left it; empty when all is. What a later plugin of the chain may have added is not looked at, and
     /// the hardware address is to be the one that the chain's result has.
     pub(super) fn differences(

@@ -320,8 +320,9 @@ impl Attachment {
             (Step::SetUpPod, Some(ends), Some(lease), Some((_, pod))) => {
                 kernel(ends.set_up_pod(&self.pair, *pod, lease.address, lease.router))
             }
-            (Step::SetUpHost, Some(ends), Some(lease), Some((host, _))) => {
-                kernel(ends.set_up_host(*host, lease.address, lease.router))
+            (Step::SetUpHost, Some(ends), Some(lease), Some((host, pod))) => {
+                kernel(ends.set_up_host(*host, lease.address, lease.router))?;
+                kernel(ends.wait_until_they_send(*host, *pod))
             }
             (Step::Confirm, _, Some(lease), Some((host, _))) => {
                 let interface = Interface {

@@ -5,15 +5,21 @@ use netlink_packet_core::{DefaultNla, Emitable, NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::link::{
     AfSpecInet, AfSpecInet6, AfSpecUnspec, In6AddrGenMode, InfoData, InfoKind, InfoVeth, LinkAttribute, LinkExtentMask,
-    LinkFlags, LinkInfo, LinkMessage,
+    LinkFlags, LinkInfo, LinkMessage, State,
 };
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::{Duration, Instant};
 
 /// Index of the loopback device: the first that each network namespace gets.
 pub const LOOPBACK: u32 = 1;
 
 /// Names have at most this many bytes (`IFNAMSIZ` less the final zero).
 pub const NAME_LENGTH: usize = 15;
+
+/// The kernel puts off what has to be done for a device with a carrier by at most a second, and by as long as somebody
+/// holds the rtnl lock.
+const SENDS_WITHIN: Duration = Duration::from_secs(5);
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
 /// A network device as it is now.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,6 +30,9 @@ pub struct Link {
     pub name: String,
     /// `IFF_UP`: somebody wants it up.
     pub up: bool,
+    /// Its operational state (RFC 2863) is "up": what is sent over it goes out. `up` and a carrier are not enough for
+    /// that, see [`Handle::wait_until_it_sends`].
+    pub sends: bool,
     /// `IFF_LOOPBACK`
     pub loopback: bool,
     /// `veth`, `bridge`, `bond` and the like; none for hardware.
@@ -45,6 +54,7 @@ impl Link {
             index: message.header.index,
             name: String::new(),
             up: flags.contains(LinkFlags::Up),
+            sends: false,
             loopback: flags.contains(LinkFlags::Loopback),
             kind: None,
             master: None,
@@ -56,6 +66,7 @@ impl Link {
             match attribute {
                 LinkAttribute::IfName(name) => link.name = name,
                 LinkAttribute::Mtu(mtu) => link.mtu = mtu,
+                LinkAttribute::OperState(state) => link.sends = state == State::Up,
                 LinkAttribute::Address(mac) => link.mac = mac,
                 LinkAttribute::Controller(index) => link.master = Some(index),
                 LinkAttribute::Link(index) => link.lower = Some(index),
@@ -237,5 +248,22 @@ impl Handle {
         let mut message = question();
         message.header.index = index;
         self.get(RouteNetlinkMessage::GetLink(message), &format!("find network device {index}"), as_link)
+    }
+
+    /// Waits until what is sent over a device that was just set up goes out. The side of a pair that is set up first gets
+    /// its carrier with the other, and a queue for its packets only when the kernel comes to its list of carrier changes
+    /// (`net/core/link_watch.c`): until then every packet is dropped, and its sender is told nothing.
+    ///
+    /// Asked about one device, Linux 6.8 and newer do that work before they answer; earlier ones are asked again. One that
+    /// has no carrier after some seconds, or is gone, is left to itself.
+    ///
+    /// # Errors
+    /// When the kernel does not say.
+    pub fn wait_until_it_sends(&mut self, index: u32) -> Result<(), NetlinkError> {
+        let until = Instant::now() + SENDS_WITHIN;
+        while self.link_by_index(index)?.is_some_and(|link| !link.sends) && Instant::now() < until {
+            std::thread::sleep(LOOK_AGAIN);
+        }
+        Ok(())
     }
 }
