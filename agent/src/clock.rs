@@ -4,14 +4,15 @@
 //! tokio's paused clock: there the wall clock follows the runtime's.
 
 use jiff::Timestamp;
+use nix::time::{ClockId, clock_gettime};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Time since the machine was started, sleep included. None without `/proc`.
+/// Time since the machine was started, sleep included, to the nanosecond: agents that run one after the other have to
+/// agree. None where the kernel does not say.
 #[must_use]
 pub fn uptime() -> Option<Duration> {
-    let text = std::fs::read_to_string("/proc/uptime").ok()?;
-    Duration::try_from_secs_f64(text.split_whitespace().next()?.parse().ok()?).ok()
+    clock_gettime(ClockId::CLOCK_BOOTTIME).ok().map(Duration::from)
 }
 
 /// Wall-clock and monotonic time.

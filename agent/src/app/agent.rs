@@ -222,7 +222,7 @@ pub async fn replay_once(directory: &Path, endpoints: &Endpoints) -> anyhow::Res
     for del in dels {
         let attachment = Attachment { container_id: del.container_id.clone(), ifname: del.ifname.clone() };
         // A runtime that uses a container ID again has attached it anew since: that lease is not the one that ended.
-        endpoints.del_of(attachment, del.queued).await?;
+        endpoints.del_begun(attachment, del.queued).await?;
         queue.remove(&del)?;
     }
     Ok(replayed)

@@ -14,6 +14,7 @@ use cistern_core::cni::spec::{
     VersionResult, verb,
 };
 use ipnet::Ipv4Net;
+use jiff::Timestamp;
 use nix::errno::Errno;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -217,7 +218,7 @@ struct Attachment {
     role: Role,
     pair: Pair,
     client: Client,
-    started: jiff::Timestamp,
+    started: Timestamp,
     /// Until when an agent that is starting is waited for.
     patience: Instant,
     /// A call for a lease broke off: the agent may hold one for this attachment.
@@ -237,7 +238,7 @@ impl Attachment {
     fn new(conf: NetConf, call: Call, role: Role) -> Self {
         let pair = Pair::of(&call.container_id, &call.ifname);
         let client = client(&conf);
-        let (started, patience) = (jiff::Timestamp::now(), Instant::now() + STARTING);
+        let (started, patience) = (Timestamp::now(), Instant::now() + STARTING);
         Self { conf, call, role, pair, client, started, patience, lease_is_open: false }
     }
 
@@ -384,8 +385,11 @@ impl Attachment {
     fn undone(&mut self, step: Step, failure: Failure) -> Failure {
         // An agent that refused, or was not there, holds no lease for this ADD.
         let undo = if step == Step::Lease && !self.lease_is_open { Vec::new() } else { undo_after(self.role, step) };
-        let errors: Vec<String> =
-            undo.into_iter().filter_map(|undo| self.undo_or_queue(undo).err()).map(|f| f.message).collect();
+        let errors: Vec<String> = undo
+            .into_iter()
+            .filter_map(|undo| self.undo_or_queue(undo, Timestamp::now()).err())
+            .map(|f| f.message)
+            .collect();
         if errors.is_empty() {
             return failure;
         }
@@ -408,10 +412,10 @@ impl Attachment {
         DelRequest { container_id: self.call.container_id.clone(), ifname: self.call.ifname.clone() }
     }
 
-    /// As [`Attachment::undo`]; without agent the release waits on disk.
-    fn undo_or_queue(&mut self, undo: Undo) -> Result<(), Failure> {
+    /// As [`Attachment::undo`]; without agent the release waits on disk. It was begun at `at`.
+    fn undo_or_queue(&mut self, undo: Undo, at: Timestamp) -> Result<(), Failure> {
         match self.undo(undo) {
-            Err(failure) if undo == Undo::Release && failure.code == Code::TryAgainLater => self.queue(),
+            Err(failure) if undo == Undo::Release && failure.code == Code::TryAgainLater => self.queue(at),
             outcome => outcome,
         }
     }
@@ -419,7 +423,7 @@ impl Attachment {
     /// Runs every step and tells every failure.
     fn del(mut self) -> Result<(), Failure> {
         let steps = plan::del(self.role).iter();
-        let mut failures = steps.filter_map(|undo| self.undo_or_queue(*undo).err());
+        let mut failures = steps.filter_map(|undo| self.undo_or_queue(*undo, self.started).err());
         let Some(first) = failures.next() else { return Ok(()) };
         let rest: Vec<String> = failures.map(|failure| failure.message).collect();
         Err(first.with_details(rest.join("; ")))
@@ -427,7 +431,7 @@ impl Attachment {
 
     /// Leaves the DEL for the agent's return. With the lock in hand the agent is asked once more: it may have come back
     /// and read the queue in between.
-    fn queue(&mut self) -> Result<(), Failure> {
+    fn queue(&mut self, at: Timestamp) -> Result<(), Failure> {
         let directory = PathBuf::from(self.conf.queue_dir.clone().unwrap_or_else(|| QUEUE_DIR.to_owned()));
         let later = |error: &dyn std::fmt::Display| {
             Failure::new(Code::TryAgainLater, format!("DEL cannot be kept for the agent's return: {error}"))
@@ -436,11 +440,8 @@ impl Attachment {
         if self.undo(Undo::Release).is_ok() {
             return Ok(());
         }
-        let del = QueuedDel {
-            queued: self.started,
-            container_id: self.call.container_id.clone(),
-            ifname: self.call.ifname.clone(),
-        };
+        let del =
+            QueuedDel { queued: at, container_id: self.call.container_id.clone(), ifname: self.call.ifname.clone() };
         queue.push(&del).map_err(|error| later(&error))
     }
 

@@ -167,11 +167,11 @@ impl Endpoints {
         self.ask(|reply| Command::Del(attachment, None, reply)).await
     }
 
-    /// As [`Endpoints::del`], for a DEL that came at this time: a lease that is younger is another one, and stays.
+    /// See [`Leases::del_begun`]; the time is one of the wall clock.
     ///
     /// # Errors
     /// See [`EndpointError`].
-    pub async fn del_of(&self, attachment: Attachment, at: Timestamp) -> Result<Option<PodLease>, EndpointError> {
+    pub async fn del_begun(&self, attachment: Attachment, at: Timestamp) -> Result<Option<PodLease>, EndpointError> {
         self.ask(|reply| Command::Del(attachment, Some(at), reply)).await
     }
 
@@ -594,15 +594,10 @@ impl Task {
                 let _ = reply.send(answer);
             }
             Command::Del(attachment, at, reply) => {
-                let younger = |at: Timestamp| {
-                    let at = self.of_leases(at);
-                    self.leases.check(&attachment, now).is_some_and(|lease| lease.since() > at)
+                let outcome = match at.map(|at| self.of_leases(at)) {
+                    Some(at) => self.leases.del_begun(&attachment, at, now),
+                    None => self.leases.del(&attachment, now),
                 };
-                if at.is_some_and(younger) {
-                    let _ = reply.send(Ok(None));
-                    return;
-                }
-                let outcome = self.leases.del(&attachment, now);
                 if let Some(lease) = &outcome.answer {
                     self.forget(lease);
                 }

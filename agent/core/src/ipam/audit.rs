@@ -271,6 +271,7 @@ mod tests {
             network: None,
             pod: None,
             netns: "/run/netns/c".to_owned(),
+            started: None,
             pool: "default".to_owned(),
             addresses: Addresses { ipv4: Some(Ipv4Addr::new(10, 0, 0, 5)), ipv6: None },
             generation: 4,

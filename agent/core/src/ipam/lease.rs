@@ -152,6 +152,9 @@ pub struct PodLease {
     pub pod: Option<Pod>,
     /// Path of the pod's network namespace.
     pub netns: String,
+    /// When the plugin was started whose ADD asked for it last, if it said so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started: Option<Timestamp>,
     /// The pool that the addresses came from.
     pub pool: String,
     /// The addresses: one of each family that the node served when they were given.
@@ -1166,6 +1169,7 @@ impl Leases {
             renewed.network = network.or(renewed.network);
             renewed.pod = pod.or(renewed.pod);
             renewed.netns = netns;
+            renewed.started = started.or(renewed.started);
             if let LeaseState::Provisional { expires, .. } = &mut renewed.state {
                 *expires = later(now, self.timings.provisional);
             }
@@ -1188,6 +1192,7 @@ impl Leases {
             network,
             pod,
             netns,
+            started,
             pool: DEFAULT_POOL.to_owned(),
             addresses,
             generation: self.generation,
@@ -1290,6 +1295,16 @@ impl Leases {
             self.tombstones.insert(attachment.clone(), tombstone);
         }
         Outcome { answer, changes }
+    }
+
+    /// As [`Leases::del`], for a DEL that was begun at `at` and waited since. A lease that an ADD begun later has asked for,
+    /// the first time or again, is not the one that was to end: it stays, and the answer is none.
+    pub fn del_begun(&mut self, attachment: &Attachment, at: Timestamp, now: Timestamp) -> Outcome<Option<PodLease>> {
+        let asked_later = |lease: &PodLease| lease.started.unwrap_or(lease.since()) > at;
+        if self.check(attachment, now).is_some_and(asked_later) {
+            return Outcome { answer: None, changes: Vec::new() };
+        }
+        self.del(attachment, now)
     }
 
     /// What an attachment holds now.

@@ -89,6 +89,11 @@ impl Agent {
         self.done(outcome)
     }
 
+    fn del_begun(&mut self, container: &str, at: Timestamp, now: Timestamp) -> Option<PodLease> {
+        let outcome = self.leases.del_begun(&attachment(container), at, now);
+        self.done(outcome)
+    }
+
     fn usage(&self) -> Usage {
         self.leases.usage()[0].1
     }
@@ -171,6 +176,28 @@ fn an_exhausted_pool_says_its_numbers() {
     assert_eq!(agent.leases.next_deadline(), Some(at(600)));
     assert!(agent.add(request("x", "ux"), at(600)).is_ok());
     assert_eq!(agent.usage(), Usage { size: 14, used: 1, reserved: 1, quarantined: 12 });
+}
+
+// A DEL waits while there is no agent. The agent is back, and an ADD for the same container comes before the DEL's turn.
+#[test]
+fn a_del_that_waited_ends_no_lease_that_was_asked_for_after_it() {
+    let started = |second| AddRequest { started: Some(at(second)), ..request("c1", "u1") };
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let first = agent.add(started(10), at(10)).unwrap().lease;
+    agent.confirm("c1", first.generation, at(11)).unwrap();
+    // Asked for again: it is the same lease, of an ADD that knows of the DEL.
+    let again = agent.add(started(21), at(22)).unwrap().lease;
+    assert_eq!(again.addresses, first.addresses);
+    let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(23));
+    assert_eq!(agent.del_begun("c1", at(20), at(23)), None);
+    agent.confirm("c1", again.generation, at(24)).unwrap();
+    assert_eq!(agent.del_begun("c1", at(20), at(25)), None);
+    assert_eq!(agent.usage().used, 1);
+    // A DEL of that lease, and one after an ADD that was begun before it and came late.
+    assert!(agent.del_begun("c1", at(30), at(40)).is_some());
+    agent.add(started(29), at(41)).unwrap();
+    assert!(agent.del_begun("c1", at(30), at(42)).is_some());
+    assert_eq!(agent.usage().used, 0);
 }
 
 #[test]
