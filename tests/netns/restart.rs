@@ -73,6 +73,15 @@ impl Site {
         command.args([what, SERVER]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         Stream(command.spawn().unwrap())
     }
+
+    /// A TCP stream whose connection is there.
+    fn open_flow(&self, pod: &str) -> Stream {
+        let stream = self.stream(pod, "stream-tcp");
+        until("the flow to be open", || {
+            self.pod(pod).run("ss", &["-Htn", "state", "established"]).unwrap().contains(SERVER)
+        });
+        stream
+    }
 }
 
 /// A stream from a pod to the outside.
@@ -178,10 +187,7 @@ fn settings_that_were_changed_while_the_agent_was_away_are_in_force_or_explained
     until("the pool on disk", || site.rig.node.file("/var/lib/cistern/node.json").exists());
     site.rig.stop_api();
     // A flow that is open when masquerading begins keeps the pod's address, and nothing of it is lost.
-    let open = site.stream("a", "stream-tcp");
-    until("the flow to be open", || {
-        site.pod("a").run("ss", &["-Htn", "state", "established"]).unwrap().contains(SERVER)
-    });
+    let open = site.open_flow("a");
     site.restart(&[]);
     assert_eq!(site.seen_as("a"), NODE, "masquerading is on");
     assert!(open.count_whole() > 0);
@@ -207,7 +213,7 @@ fn settings_that_were_changed_while_the_agent_was_away_are_in_force_or_explained
     assert_eq!(site.rig.cni("ADD", "a").map(|result| address(&result)).unwrap(), pod);
 
     // Other sizes of maps: those that are there stay, with their flows.
-    let open = site.stream("a", "stream-tcp");
+    let open = site.open_flow("a");
     site.restart(&["--bpf-nat-global-max", "131072"]);
     assert!(site.rig.finds("map-capacity-kept", "cst_rev"), "{:?}", site.rig.status());
     assert_eq!(site.seen_as("a"), NODE);

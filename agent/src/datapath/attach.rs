@@ -3,7 +3,7 @@
 use super::error::DatapathError;
 use super::kernel::{self, ENOLINK, TcxLink};
 use super::loader::{EGRESS, INGRESS};
-use super::pins::{Pins, remove_pin};
+use super::pins::{Pins, remove_link};
 use crate::reconciler::Operations;
 use aya::programs::links::{FdLink, LinkError, PinnedLink};
 use aya::programs::tc::{SchedClassifierLink, TcAttachOptions, TcAttachType};
@@ -83,13 +83,13 @@ impl Direction {
             Ok(link) if link.ifindex == ifindex && link.program_id == self.id => return Ok(()),
             Ok(link) if link.ifindex == ifindex => match self.swap(pins, ifindex) {
                 Err(ProgramError::SyscallError(error)) if error.io_error.raw_os_error() == Some(ENOLINK) => {
-                    remove_pin(&path)?;
+                    remove_link(&path)?;
                 }
                 result => {
                     return result.map_err(self.failed(format!("take the place of the program before on {device}")));
                 }
             },
-            Ok(_) => remove_pin(&path)?,
+            Ok(_) => remove_link(&path)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(DatapathError::io(format!("open link {}", path.display()))(error)),
         }
@@ -172,8 +172,8 @@ impl Attachments {
     /// # Errors
     /// When a pin could not be removed.
     pub fn detach(&mut self, ifindex: u32) -> Result<(), DatapathError> {
-        remove_pin(&self.pins.link(TcAttachType::Egress, ifindex))?;
-        remove_pin(&self.pins.link(TcAttachType::Ingress, ifindex))
+        remove_link(&self.pins.link(TcAttachType::Egress, ifindex))?;
+        remove_link(&self.pins.link(TcAttachType::Ingress, ifindex))
     }
 
     /// Devices that links of ours are pinned for, whoever attached them, and whether both run the programs of this

@@ -1,5 +1,5 @@
-//! The system calls that aya does not offer: reading many entries of a hash map at once, and asking a tcx link for its
-//! device. Layouts are those of `linux/bpf.h`.
+//! The system calls that aya does not offer: reading many entries of a hash map at once, asking a tcx link for its device,
+//! and detaching it. Layouts are those of `linux/bpf.h`.
 #![expect(unsafe_code, reason = "raw system calls, each with its reason")]
 
 use std::ffi::CString;
@@ -11,6 +11,7 @@ use std::path::Path;
 const BPF_OBJ_GET: libc::c_int = 7;
 const BPF_OBJ_GET_INFO_BY_FD: libc::c_int = 15;
 const BPF_MAP_LOOKUP_BATCH: libc::c_int = 24;
+const BPF_LINK_DETACH: libc::c_int = 34;
 
 /// `errno` of an update of a link whose device has gone.
 pub(super) const ENOLINK: i32 = libc::ENOLINK;
@@ -63,6 +64,19 @@ pub(super) fn tcx_link(path: &Path) -> io::Result<TcxLink> {
     // SAFETY: `info` is as long as said and outlives the call; every bit pattern is a value of its fields.
     unsafe { bpf(BPF_OBJ_GET_INFO_BY_FD, &mut attr)? };
     Ok(TcxLink { program_id: info.program_id, ifindex: info.ifindex })
+}
+
+/// Takes the program of a pinned link off its device before this returns. The pin stays.
+pub(super) fn detach_link(path: &Path) -> io::Result<()> {
+    /// The member `link_detach` of `union bpf_attr`.
+    #[repr(C)]
+    struct DetachAttr {
+        link_fd: u32,
+    }
+    let link = object(path)?;
+    let mut attr = DetachAttr { link_fd: link.as_raw_fd().cast_unsigned() };
+    // SAFETY: it points to nothing.
+    unsafe { bpf(BPF_LINK_DETACH, &mut attr) }.map(drop)
 }
 
 /// Opens what is pinned at `path`.

@@ -1,6 +1,7 @@
 //! Where things are pinned, and whether a pinned map is what it should be.
 
 use super::error::DatapathError;
+use super::kernel::detach_link;
 use super::loader::Capacities;
 use aya::maps::{MapInfo, MapType, lpm_trie};
 use aya::programs::tc::TcAttachType;
@@ -194,13 +195,20 @@ impl Pins {
                 first = result;
             }
         };
-        for (directory, prefix) in [("links", "egress_"), ("links", "ingress_"), ("progs", ""), ("maps", "")] {
+        type Remove = fn(&Path) -> Result<(), DatapathError>;
+        let all: [(&str, &str, Remove); 4] = [
+            ("links", "egress_", remove_link),
+            ("links", "ingress_", remove_link),
+            ("progs", "", remove_pin),
+            ("maps", "", remove_pin),
+        ];
+        for (directory, prefix, remove) in all {
             let path = self.root.join(directory);
             match fs::read_dir(&path) {
                 Ok(entries) => {
                     for entry in entries.flatten() {
                         if entry.file_name().to_string_lossy().starts_with(prefix) {
-                            keep(remove_pin(&entry.path()));
+                            keep(remove(&entry.path()));
                         }
                     }
                 }
@@ -217,6 +225,14 @@ impl Pins {
         }
         first
     }
+}
+
+/// Removes a pinned link; an absent one is a success. The program runs no more when this returns: without a pin the
+/// kernel would take it off some time later.
+pub(super) fn remove_link(path: &Path) -> Result<(), DatapathError> {
+    // Whatever the kernel has against it (the device has gone, say), without its pin the link ends.
+    let _ = detach_link(path);
+    remove_pin(path)
 }
 
 /// Removes a pin; an absent one is a success.
