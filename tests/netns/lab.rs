@@ -1,8 +1,8 @@
 //! The lab itself.
 
-use cistern_tests::lab::Lab;
+use cistern_tests::lab::{Lab, Machine};
 
-fn answers(from: &cistern_tests::lab::Machine, to: std::net::Ipv4Addr) -> bool {
+fn answers(from: &Machine, to: std::net::Ipv4Addr) -> bool {
     from.run("ping", &["-c1", "-W2", &to.to_string()]).is_ok()
 }
 
@@ -38,13 +38,24 @@ fn a_pod_is_an_empty_network_on_its_machine() {
     assert!(!pod.namespace().exists());
 }
 
+/// A process that has arrived on the machine, and stays.
+fn running(machine: &Machine) -> std::process::Child {
+    let mut command = machine.command("sh");
+    let mut child =
+        command.args(["-c", "echo here; exec sleep 1000"]).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(child.stdout.as_mut().unwrap()), &mut line).unwrap();
+    assert_eq!(line, "here\n");
+    child
+}
+
 #[test]
 fn dropping_a_lab_ends_what_runs_in_it_and_no_other_lab() {
     let lab = Lab::new("e-drop").unwrap();
     let other = Lab::new("e-drop").unwrap();
     let node = lab.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
     let neighbour = other.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
-    let mut agent = node.command("sleep").arg("1000").spawn().unwrap();
+    let mut agent = running(&node);
     drop(lab);
     // Killed: no exit code.
     assert_eq!(agent.wait().unwrap().code(), None);
@@ -88,7 +99,7 @@ fn what_a_killed_maker_left_is_ended_by_the_next_lab() {
 fn make_a_kept_lab() {
     let lab = Lab::kept("e-left").unwrap();
     let node = lab.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
-    let mut process = node.command("sleep").arg("1000").stdout(std::process::Stdio::null()).spawn().unwrap();
+    let mut process = running(&node);
     println!("left behind: {}", process.id());
     process.wait().unwrap();
 }

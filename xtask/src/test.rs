@@ -54,13 +54,19 @@ const SERVERS: Stage = Stage::Target { name: "servers", privileged: false };
 /// What runs in a real cluster, with the image of the debug build. It is not run unless it is asked for, either.
 const CLUSTER: Stage = Stage::Target { name: "cluster", privileged: true };
 
+/// Its tests wait for the kernel and for processes most of the time.
+const NETNS: Stage = Stage::Target { name: "netns", privileged: true };
+
+/// How many of them run for each processor.
+const NETNS_PER_PROCESSOR: usize = 2;
+
 const STAGES: [Stage; 9] = [
     Stage::Build,
     Stage::Check,
     Stage::Unit,
     Stage::Target { name: "script", privileged: false },
     Stage::Target { name: "chart", privileged: false },
-    Stage::Target { name: "netns", privileged: true },
+    NETNS,
     Stage::Target { name: "ebpf", privileged: true },
     SERVERS,
     CLUSTER,
@@ -166,6 +172,11 @@ fn stage_run(
             }
             let mut arguments = vec!["--test".to_owned(), name.to_owned()];
             arguments.extend(options.filter.clone());
+            if stage == NETNS {
+                let processors = std::thread::available_parallelism().map_or(1, usize::from);
+                let threads = processors.saturating_mul(NETNS_PER_PROCESSOR);
+                arguments.extend(["--".to_owned(), format!("--test-threads={threads}")]);
+            }
             cargo_test(workspace, options, name, &arguments, totals)?;
         }
     }
