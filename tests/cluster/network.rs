@@ -120,6 +120,8 @@ pub(crate) fn many_pods() -> Result<()> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let many = if processors < 4 { 110 } else { 240 };
     let rig = Rig::new()?;
+    // Their namespace, and pods that are there before.
+    rig.web()?;
     rig.cluster.apply(&include_str!("many.yaml").replace("MANY", &many.to_string()))?;
     rig.kubectl(&["rollout", "status", "deployment/many", LONG])?;
     let pods = rig.pods("app=many")?;
