@@ -499,6 +499,7 @@ fn the_first_packet_of_a_pod_is_not_lost() {
         })
         .collect();
     for one in &mut busy {
+        assert_eq!(one.try_wait().unwrap(), None, "the machine was not busy");
         one.kill().unwrap();
         one.wait().unwrap();
     }

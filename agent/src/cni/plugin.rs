@@ -385,6 +385,7 @@ impl Attachment {
     fn undone(&mut self, step: Step, failure: Failure) -> Failure {
         // An agent that refused, or was not there, holds no lease for this ADD.
         let undo = if step == Step::Lease && !self.lease_is_open { Vec::new() } else { undo_after(self.role, step) };
+        // What waits for the agent ends this ADD's own lease, too, so it begins now and not when the ADD did.
         let errors: Vec<String> = undo
             .into_iter()
             .filter_map(|undo| self.undo_or_queue(undo, Timestamp::now()).err())

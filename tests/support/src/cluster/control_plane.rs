@@ -213,26 +213,30 @@ impl ControlPlane {
     }
 
     fn spawn(&self, name: &'static str, arguments: Vec<String>) -> Result<()> {
-        let log = File::options().create(true).append(true).open(self.path(&format!("{name}.log")))?;
-        let mut command = Command::new("sh");
-        command.args(["-c", UNTIL_END_OF_INPUT, "sh"]).arg(self.binaries.find(name)?).args(&arguments);
-        command.current_dir(self.folder.path()).stdin(Stdio::piped()).stdout(log.try_clone()?).stderr(log);
-        let process = command.spawn().with_context(|| format!("start {name}"))?;
+        let process = self.process(name, &arguments)?;
         self.daemons().push(Daemon { name, arguments, process });
         Ok(())
     }
 
-    /// Ends programs, lets something happen, and starts them again, in the order in which they were started first.
+    fn process(&self, name: &str, arguments: &[String]) -> Result<Child> {
+        let log = File::options().create(true).append(true).open(self.path(&format!("{name}.log")))?;
+        let mut command = Command::new("sh");
+        command.args(["-c", UNTIL_END_OF_INPUT, "sh"]).arg(self.binaries.find(name)?).args(arguments);
+        command.current_dir(self.folder.path()).stdin(Stdio::piped()).stdout(log.try_clone()?).stderr(log);
+        command.spawn().with_context(|| format!("start {name}"))
+    }
+
+    /// Ends programs, lets something happen, and starts them again.
     fn without(&self, names: &[&str], task: impl FnOnce() -> Result<()>) -> Result<()> {
-        let (mut ended, others): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut *self.daemons()).into_iter().partition(|daemon| names.contains(&daemon.name));
-        *self.daemons() = others;
-        ended.iter_mut().rev().for_each(Daemon::end);
-        let outcome = task();
-        for daemon in ended {
-            self.spawn(daemon.name, daemon.arguments)?;
+        {
+            let mut daemons = self.daemons();
+            let meant = |daemon: &&mut Daemon| names.contains(&daemon.name);
+            daemons.iter_mut().rev().filter(meant).for_each(Daemon::end);
+            task()?;
+            for daemon in daemons.iter_mut().filter(meant) {
+                daemon.process = self.process(daemon.name, &daemon.arguments)?;
+            }
         }
-        outcome?;
         self.wait()
     }
 
