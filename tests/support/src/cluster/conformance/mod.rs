@@ -74,7 +74,7 @@ impl Suite {
         ensure!(!specs.is_empty(), "e2e.test --list-tests names no spec of {}", selection::NETWORK);
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("conformance/left-out.yaml");
         let list = fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))?;
-        let mut selection = Selection::new(specs, &list).with_context(|| file.display().to_string())?;
+        let mut selection = Selection::new(specs, &list, release).with_context(|| file.display().to_string())?;
         if let Some(focus) = focus {
             selection.focus(focus)?;
         }

@@ -16,6 +16,8 @@ struct LeftOut {
     pattern: String,
     /// Why they are not run.
     reason: String,
+    /// The one release of Kubernetes whose suite has them, such as `1.34`; absent for every release.
+    release: Option<String>,
 }
 
 /// A reason and how many specs it leaves out.
@@ -35,14 +37,17 @@ pub(super) struct Selection {
 }
 
 impl Selection {
-    /// Chooses the specs that no pattern of the `list` (YAML) matches. Each pattern has to leave out a spec that none before
+    /// Chooses the specs that no pattern of the `list` (YAML) matches, for a release. Each pattern has to leave out a spec that none before
     /// it does: what the suite has no more, or never had, is no reason.
-    pub(super) fn new(specs: BTreeSet<String>, list: &str) -> Result<Self> {
+    pub(super) fn new(specs: BTreeSet<String>, list: &str, release: &str) -> Result<Self> {
         let list: Vec<LeftOut> = serde_saphyr::from_str(list)?;
         let mut chosen = specs;
         let mut left_out = Vec::new();
-        for LeftOut { pattern, reason } in list {
+        for LeftOut { pattern, reason, release: only } in list {
             ensure!(!reason.trim().is_empty(), "pattern {pattern:?}: the reason is missing");
+            if only.is_some_and(|only| only != release) {
+                continue;
+            }
             let expression = Regex::new(&pattern).with_context(|| format!("pattern {pattern:?}"))?;
             let before = chosen.len();
             chosen.retain(|name| !expression.is_match(name));
@@ -102,7 +107,7 @@ mod tests {
     #[test]
     fn what_a_pattern_matches_is_left_out_and_counted_once() {
         let list = "- {pattern: '\\[Disruptive\\]', reason: stops nodes}\n- {pattern: Services, reason: no Services}\n";
-        let selection = Selection::new(specs(LIST), list).unwrap();
+        let selection = Selection::new(specs(LIST), list, "1.36").unwrap();
         assert_eq!(names(&selection), ["DNS should provide DNS: for the cluster [Conformance]"]);
         let reason = |text: &str, specs| Reason { text: text.to_owned(), specs };
         assert_eq!(selection.left_out, [reason("stops nodes", 1), reason("no Services", 1)]);
@@ -111,7 +116,7 @@ mod tests {
 
     #[test]
     fn a_pattern_that_leaves_out_nothing_is_refused() {
-        let refused = |list: &str| format!("{:#}", Selection::new(specs(LIST), list).unwrap_err());
+        let refused = |list: &str| format!("{:#}", Selection::new(specs(LIST), list, "1.36").unwrap_err());
         let stale = refused("- {pattern: Ingress, reason: not claimed}");
         assert!(stale.contains("\"Ingress\"") && stale.contains("remove it"), "{stale}");
         let covered = refused("- {pattern: Services, reason: a}\n- {pattern: Disruptive, reason: b}");
@@ -122,8 +127,15 @@ mod tests {
     }
 
     #[test]
+    fn a_pattern_of_another_release_is_no_matter() {
+        let list = "- {pattern: Services, reason: not ready, release: '1.34'}";
+        assert_eq!(Selection::new(specs(LIST), list, "1.36").unwrap().left_out(), 0);
+        assert_eq!(Selection::new(specs(LIST), list, "1.34").unwrap().left_out(), 2);
+    }
+
+    #[test]
     fn the_expression_matches_the_chosen_ones_and_no_others() {
-        let mut selection = Selection::new(specs(LIST), "[]").unwrap();
+        let mut selection = Selection::new(specs(LIST), "[]", "1.36").unwrap();
         selection.focus(&Regex::new("DNS|always").unwrap()).unwrap();
         let expression = Regex::new(&selection.expression()).unwrap();
         let matched =
@@ -138,7 +150,7 @@ mod tests {
     fn the_list_in_the_tree_can_be_read() {
         let list: Vec<LeftOut> = serde_saphyr::from_str(include_str!("../../../../conformance/left-out.yaml")).unwrap();
         assert!(!list.is_empty());
-        for LeftOut { pattern, reason } in list {
+        for LeftOut { pattern, reason, .. } in list {
             assert!(Regex::new(&pattern).is_ok() && !reason.trim().is_empty(), "{pattern}");
             // What has to be in the run.
             for name in
