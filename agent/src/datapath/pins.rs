@@ -219,7 +219,8 @@ impl Pins {
         for path in ["links", "progs", "maps", ""].map(|directory| self.root.join(directory)) {
             match fs::remove_dir(&path) {
                 Ok(()) => {}
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                // What is left is somebody else's.
+                Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::DirectoryNotEmpty) => {}
                 Err(error) => keep(Err(DatapathError::io(format!("remove directory {}", path.display()))(error))),
             }
         }
@@ -241,5 +242,23 @@ pub(super) fn remove_pin(path: &Path) -> Result<(), DatapathError> {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(DatapathError::io(format!("remove pin {}", path.display()))(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_somebody_else_pinned_beside_the_links_stays_and_is_no_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let pins = Pins::new(dir.path().join("cistern"));
+        fs::create_dir_all(pins.links()).unwrap();
+        let other = pins.links().join("other");
+        for path in [&pins.link(TcAttachType::Egress, 7), &other] {
+            fs::write(path, "").unwrap();
+        }
+        pins.remove_all().unwrap();
+        assert!(!pins.link(TcAttachType::Egress, 7).exists() && other.exists());
     }
 }
