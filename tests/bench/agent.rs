@@ -138,7 +138,7 @@ fn add_pods(node: &Machine) -> Result<()> {
                 netns: "/proc/self/ns/net".to_owned(),
                 network: None,
                 pod: None,
-                started: None,
+                began: None,
             },
         )?;
         let confirm = ConfirmRequest {
@@ -150,7 +150,7 @@ fn add_pods(node: &Machine) -> Result<()> {
                 host_ifindex: 1000 + number,
                 mac: format!("0a:58:0a:f4:{:02x}:{:02x}", number / 256, number % 256),
             }),
-            started: None,
+            began: None,
         };
         let _: serde_json::Value = client.post("/v1/cni/confirm", &confirm)?;
     }
