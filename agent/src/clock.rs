@@ -3,6 +3,7 @@
 //! Decisions take time as an argument. Whoever calls them reads it here, so that a test can run the whole agent on
 //! tokio's paused clock: there the wall clock follows the runtime's.
 
+use cistern_core::moment::Moment;
 use jiff::Timestamp;
 use nix::time::{ClockId, clock_gettime};
 use std::time::Duration;
@@ -13,6 +14,18 @@ use tokio::time::Instant;
 #[must_use]
 pub fn uptime() -> Option<Duration> {
     clock_gettime(ClockId::CLOCK_BOOTTIME).ok().map(Duration::from)
+}
+
+/// The boot that this machine is in, as [`Moment`] names it. None where the kernel does not say.
+#[must_use]
+pub fn boot() -> Option<String> {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok().map(|id| id.trim().to_owned())
+}
+
+/// This moment in the life of this machine. None where the kernel does not say.
+#[must_use]
+pub fn moment() -> Option<Moment> {
+    Some(Moment { boot: boot()?, uptime_ns: u64::try_from(uptime()?.as_nanos()).ok()? })
 }
 
 /// Wall-clock and monotonic time.

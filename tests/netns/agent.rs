@@ -5,11 +5,11 @@
 
 use cistern::api::server::{self, AgentApi, Failure, IpamQuery};
 use cistern::api::types::{
-    AddRequest, AddResponse, AddressExplanation, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
-    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, IpReport, IpamResponse,
-    NodeReply, Status,
+    AddRequest, AddResponse, AddressExplanation, AttachmentKey, CheckRequest, CheckResponse, ConfirmRequest,
+    DelRequest, DelResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health,
+    IpReport, IpamResponse, NodeReply, Status,
 };
-use cistern::clock::Clock;
+use cistern::clock::{self, Clock};
 use cistern::controllers::endpoint::{self, Endpoints, LeaseStore, Parts};
 use cistern::tables::findings::Findings;
 use cistern::tables::rows::{NetworkRow, PoolRow};
@@ -67,7 +67,7 @@ impl AgentApi for Answers {
                 network: request.network,
                 pod: request.pod.map(|pod| lease::Pod { namespace: pod.namespace, name: pod.name, uid: pod.uid }),
                 netns: request.netns,
-                started: request.started,
+                began: request.began,
             })
             .await
             .map_err(|error| unavailable(&error))?;
@@ -96,7 +96,7 @@ impl AgentApi for Answers {
     }
 
     async fn del(&self, request: DelRequest) -> Result<DelResponse, Failure> {
-        let lease = self.endpoints.del(attachment(request.container_id, request.ifname)).await.unwrap();
+        let lease = self.endpoints.del(attachment(request.container_id, request.ifname), request.began).await.unwrap();
         Ok(DelResponse { released: lease.and_then(|lease| lease.addresses.ipv4) })
     }
 
@@ -115,7 +115,7 @@ impl AgentApi for Answers {
         let ended = self.endpoints.collect(request.network, valid).await.unwrap();
         let released = ended
             .into_iter()
-            .map(|lease| DelRequest { container_id: lease.attachment.container_id, ifname: lease.attachment.ifname })
+            .map(|lease| AttachmentKey { container_id: lease.attachment.container_id, ifname: lease.attachment.ifname })
             .collect();
         Ok(GcResponse { released })
     }
@@ -224,6 +224,7 @@ impl Agent {
             held: Arc::new(Table::new("held")),
             waits: Waits::new(clock),
             findings: Findings::new(clock),
+            boot: clock::boot().unwrap(),
             clock,
             wall: clock,
         };

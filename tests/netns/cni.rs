@@ -446,6 +446,7 @@ fn a_del_without_agent_waits_on_disk_and_the_257th_is_refused() {
         for number in 0..255 {
             let del = QueuedDel {
                 queued: jiff::Timestamp::UNIX_EPOCH,
+                began: None,
                 container_id: format!("w{number}"),
                 ifname: "eth0".into(),
             };

@@ -12,6 +12,7 @@
 //! | [`masquerade`] | which packets leave under the node's address |
 //! | [`cni`] | the CNI specification's types, and the steps of ADD, CHECK and DEL |
 //! | [`lease`] | who leads, judged from a Lease object |
+//! | [`moment`] | which of two things came first, whatever the clocks say |
 //! | [`uninstall`] | what a request to clean a node and its answer say |
 //! | [`reconcile`] | differences between desired and observed, and when to try again |
 
@@ -20,6 +21,7 @@ pub mod ip;
 pub mod ipam;
 pub mod lease;
 pub mod masquerade;
+pub mod moment;
 pub mod reconcile;
 pub mod settings;
 mod spelling;

@@ -380,7 +380,7 @@ mod tests {
     }
 
     fn del(client: &mut Client) -> Result<DelResponse, ClientError> {
-        client.post("/v1/cni/del", &DelRequest { container_id: "c".into(), ifname: "eth0".into() })
+        client.post("/v1/cni/del", &DelRequest { container_id: "c".into(), ifname: "eth0".into(), began: None })
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 pub use cistern_core::ipam::explain::{AddressExplanation, NodeExplanation};
 pub use cistern_core::ipam::lease::{Behind, Interface};
+pub use cistern_core::moment::Moment;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -46,9 +47,9 @@ pub struct AddRequest {
     /// The pod, where the runtime named it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<PodRef>,
-    /// When the plugin was started: an ADD that began after a DEL for the same key was not overtaken by it.
+    /// When the plugin began: an ADD that began after a DEL for the same key was not overtaken by it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub started: Option<jiff::Timestamp>,
+    pub began: Option<Moment>,
 }
 
 /// Answer to [`AddRequest`].
@@ -78,9 +79,9 @@ pub struct ConfirmRequest {
     pub generation: u64,
     /// What the address is behind.
     pub interface: Behind,
-    /// When the plugin was started, for the metric of how long an ADD takes.
+    /// When the plugin began, for the metric of how long an ADD takes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub started: Option<jiff::Timestamp>,
+    pub began: Option<Moment>,
 }
 
 /// `POST /v1/cni/del`: gives the lease of this key back, whatever state it is in. Without one it is a success too.
@@ -90,6 +91,9 @@ pub struct DelRequest {
     pub container_id: String,
     /// `CNI_IFNAME`
     pub ifname: String,
+    /// When the plugin began: a lease that an ADD which began later asked for stays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub began: Option<Moment>,
 }
 
 /// Answer to [`DelRequest`].
@@ -99,20 +103,29 @@ pub struct DelResponse {
     pub released: Option<Ipv4Addr>,
 }
 
+/// What a lease is known by.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttachmentKey {
+    /// `CNI_CONTAINERID`
+    pub container_id: String,
+    /// `CNI_IFNAME`
+    pub ifname: String,
+}
+
 /// `POST /v1/cni/gc`: ends every lease of a network that is not in the list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GcRequest {
     /// `name` of the configuration.
     pub network: String,
     /// What is still attached, by the runtime's word.
-    pub valid: Vec<DelRequest>,
+    pub valid: Vec<AttachmentKey>,
 }
 
 /// Answer to [`GcRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GcResponse {
     /// What was ended.
-    pub released: Vec<DelRequest>,
+    pub released: Vec<AttachmentKey>,
 }
 
 /// `POST /v1/cni/check`: what the agent holds for this key. 404 with reason `no-lease` when it holds nothing.

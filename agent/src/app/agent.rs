@@ -1,6 +1,6 @@
 //! `cistern agent`: the process around the agent's role.
 
-use super::agent_api::Answers;
+use super::agent_api::{Answers, told_back};
 use super::agent_role::{self, Agent, Shared};
 use super::network_configuration::NetworkConfiguration;
 use super::operator_role::Operator;
@@ -9,7 +9,7 @@ use super::{Refused, kernel, operator, signals, uninstall};
 use crate::api::server;
 use crate::clock::{self, Clock};
 use crate::cni;
-use crate::cni::deletion_queue::{self, DeletionQueue};
+use crate::cni::deletion_queue::{self, DeletionQueue, QueuedDel};
 use crate::controllers::endpoint::{Endpoints, LeaseStore};
 use crate::state::{BootMarker, LeaseFiles, StateDir};
 use anyhow::Context;
@@ -81,6 +81,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
             leases,
             lease_store: Box::new(Files(files)),
             lease_clock,
+            boot: clock::boot().unwrap_or_default(),
             rebooted,
             times,
             namespace: Box::new(|path| namespace(Path::new(path))),
@@ -190,7 +191,7 @@ async fn replay_deletions(endpoints: Endpoints) {
         let pause = match replay_once(directory, &endpoints).await {
             Ok(replayed) => {
                 if replayed > 0 {
-                    tracing::info!(replayed, "DELs from the time without agent carried out");
+                    tracing::info!(replayed, "no DEL waits any more");
                 }
                 REPLAY_INTERVAL
             }
@@ -221,8 +222,17 @@ pub async fn replay_once(directory: &Path, endpoints: &Endpoints) -> anyhow::Res
     let replayed = dels.len();
     for del in dels {
         let attachment = Attachment { container_id: del.container_id.clone(), ifname: del.ifname.clone() };
-        // A runtime that uses a container ID again has attached it anew since: that lease is not the one that ended.
-        endpoints.del_begun(attachment, del.queued).await?;
+        match endpoints.del(attachment, del.began.clone()).await? {
+            Some(lease) => told_back(&lease, "address given back: its DEL came while no agent answered"),
+            None => {
+                let QueuedDel { container_id, ifname, .. } = &del;
+                tracing::info!(
+                    container_id,
+                    ifname,
+                    "a DEL that came while no agent answered finds no lease of its time"
+                );
+            }
+        }
         queue.remove(&del)?;
     }
     Ok(replayed)

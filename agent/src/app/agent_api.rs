@@ -4,11 +4,11 @@ use super::metrics;
 use super::node_status::NodeStatus;
 use crate::api::server::{AgentApi, Failure, IpamQuery};
 use crate::api::types::{
-    AddRequest, AddResponse, AddressExplanation, AddressPair, CheckRequest, CheckResponse, ConfirmRequest, DelRequest,
-    DelResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, HostAddressing,
-    HostFamily, IpReport, IpamAddress, IpamResponse, NodeReply, Status,
+    AddRequest, AddResponse, AddressExplanation, AddressPair, AttachmentKey, CheckRequest, CheckResponse,
+    ConfirmRequest, DelRequest, DelResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest,
+    GcResponse, Health, HostAddressing, HostFamily, IpReport, IpamAddress, IpamResponse, NodeReply, Status,
 };
-use crate::clock::Clock;
+use crate::clock::{self, Clock};
 use crate::controllers::endpoint::{self, EndpointError, Endpoints};
 use crate::tables::notices::{Notices, Reason};
 use crate::telemetry::metrics::{cni_add, render};
@@ -16,7 +16,6 @@ use cistern_core::ipam::lease::{self, AddError, Attachment, ConfirmError, LeaseS
 use cistern_core::ipam::node::pod_cidr::AddressError;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
-use std::time::Duration;
 
 /// Answers every call.
 pub struct Answers {
@@ -96,7 +95,7 @@ fn required_pool(query: &IpamQuery) -> Result<String, Failure> {
     Ok(query.pool.clone())
 }
 
-fn told_back(lease: &lease::PodLease, message: &str) {
+pub(super) fn told_back(lease: &lease::PodLease, message: &str) {
     let Attachment { container_id, ifname } = &lease.attachment;
     let pod = lease.pod.as_ref().map(tracing::field::display);
     let address = lease.addresses.ipv4.as_ref().map(tracing::field::display);
@@ -117,7 +116,7 @@ impl AgentApi for Answers {
                 network: request.network,
                 pod,
                 netns: request.netns,
-                started: request.started,
+                began: request.began,
             })
             .await
             .inspect_err(|error| {
@@ -150,15 +149,17 @@ impl AgentApi for Answers {
     async fn confirm(&self, request: ConfirmRequest) -> Result<(), Failure> {
         let attachment = attachment(request.container_id, request.ifname)?;
         self.endpoints.confirm(attachment, request.generation, request.interface).await.map_err(failure)?;
-        // Both clocks are this machine's.
-        let took =
-            request.started.and_then(|started| Duration::try_from(self.clock.now().duration_since(started)).ok());
+        let took = request.began.zip(clock::uptime()).and_then(|(began, now)| now.checked_sub(began.uptime()));
         took.into_iter().for_each(cni_add);
         Ok(())
     }
 
     async fn del(&self, request: DelRequest) -> Result<DelResponse, Failure> {
-        let lease = self.endpoints.del(attachment(request.container_id, request.ifname)?).await.map_err(failure)?;
+        let lease = self
+            .endpoints
+            .del(attachment(request.container_id, request.ifname)?, request.began)
+            .await
+            .map_err(failure)?;
         if let Some(lease) = &lease {
             told_back(lease, "address given back");
         }
@@ -193,7 +194,7 @@ impl AgentApi for Answers {
         }
         let released = ended
             .into_iter()
-            .map(|lease| DelRequest { container_id: lease.attachment.container_id, ifname: lease.attachment.ifname })
+            .map(|lease| AttachmentKey { container_id: lease.attachment.container_id, ifname: lease.attachment.ifname })
             .collect();
         Ok(GcResponse { released })
     }

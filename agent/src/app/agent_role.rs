@@ -50,6 +50,8 @@ pub struct Agent {
     pub lease_store: Box<dyn endpoint::LeaseStore>,
     /// Time of the leases.
     pub lease_clock: Clock,
+    /// The boot that this machine is in.
+    pub boot: String,
     /// The machine was rebooted since the leases were written.
     pub rebooted: bool,
     /// Whether the times of the records are those of `lease_clock`.
@@ -319,6 +321,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             held,
             waits: waits.clone(),
             findings: findings.clone(),
+            boot: agent.boot,
             clock: agent.lease_clock,
             wall: clock,
         },

@@ -4,6 +4,7 @@
 //! shared while it writes, the agent exclusively while it reads: a DEL is either seen by the agent's replay or finds the
 //! agent answering.
 
+use cistern_core::moment::Moment;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
@@ -29,8 +30,11 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 /// A DEL that waits.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct QueuedDel {
-    /// Order of arrival: time of writing, then the key.
+    /// When it was written, for people.
     pub queued: jiff::Timestamp,
+    /// When its plugin began: an ADD that began later made another lease.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub began: Option<Moment>,
     /// `CNI_CONTAINERID`
     pub container_id: String,
     /// `CNI_IFNAME`
@@ -79,6 +83,10 @@ fn is_del(extension: &str) -> bool {
     extension == "json"
 }
 
+fn read(path: &Path) -> Option<QueuedDel> {
+    serde_json::from_slice(&std::fs::read(path).ok()?).ok()
+}
+
 impl DeletionQueue {
     /// Opens the queue for writing, beside other writers.
     ///
@@ -117,7 +125,7 @@ impl DeletionQueue {
         }
     }
 
-    /// Adds a DEL; one for the same attachment is there once.
+    /// Adds a DEL. Of those for one attachment the latest is there.
     ///
     /// # Errors
     /// [`QueueError::Full`] at [`LIMIT`], or the file system's.
@@ -125,6 +133,10 @@ impl DeletionQueue {
         let path = self.path(del);
         if !path.exists() && self.files(is_del)?.len() >= LIMIT {
             return Err(QueueError::Full { path: self.directory.clone() });
+        }
+        let waiting = read(&path).and_then(|waiting| waiting.began).zip(del.began.as_ref());
+        if waiting.is_some_and(|(waiting, new)| waiting.is_after(new, &new.boot)) {
+            return Ok(());
         }
         let temporary = path.with_extension(format!("{TEMPORARY}{}", std::process::id()));
         let text = serde_json::to_vec(del).map_err(std::io::Error::other).map_err(io("encode", &path))?;
@@ -139,8 +151,7 @@ impl DeletionQueue {
     pub fn list(&self) -> Result<(Vec<QueuedDel>, Vec<PathBuf>), QueueError> {
         let (mut dels, mut unreadable) = (Vec::new(), Vec::new());
         for path in self.files(is_del)? {
-            let parsed = std::fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-            match parsed {
+            match read(&path) {
                 Some(del) => dels.push(del),
                 None => unreadable.push(path),
             }
@@ -187,6 +198,7 @@ mod tests {
     fn del(number: usize) -> QueuedDel {
         QueuedDel {
             queued: jiff::Timestamp::UNIX_EPOCH + Duration::from_secs(number as u64),
+            began: None,
             container_id: format!("c{number}"),
             ifname: "eth0".into(),
         }
@@ -208,6 +220,18 @@ mod tests {
         queue.remove(&del(0)).unwrap();
         queue.remove(&del(0)).unwrap();
         queue.push(&del(LIMIT)).unwrap();
+    }
+
+    // What undoes a failed ADD is later than a DEL of before that still waits for the lock.
+    #[test]
+    fn of_two_dels_for_an_attachment_the_later_one_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let queue = DeletionQueue::open_shared(dir.path()).unwrap();
+        let began = |uptime_ns| QueuedDel { began: Some(Moment { boot: "this".to_owned(), uptime_ns }), ..del(20) };
+        for (new, stays) in [(20, 20), (40, 40), (30, 40), (50, 50)] {
+            queue.push(&began(new)).unwrap();
+            assert_eq!(queue.list().unwrap().0, [began(stays)]);
+        }
     }
 
     #[test]

@@ -4,9 +4,10 @@ use super::deletion_queue::{DeletionQueue, QUEUE_DIR, QueuedDel};
 use super::interface::{self, Ends, Made, Pair, mac_text, parse_mac};
 use crate::api::client::{Client, ClientError};
 use crate::api::types::{
-    AddRequest, AddResponse, Behind, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse, GcRequest,
-    GcResponse, Interface, PodRef, SOCKET_PATH,
+    AddRequest, AddResponse, AttachmentKey, Behind, CheckRequest, CheckResponse, ConfirmRequest, DelRequest,
+    DelResponse, GcRequest, GcResponse, Interface, Moment, PodRef, SOCKET_PATH,
 };
+use crate::clock;
 use crate::netlink::NetlinkError;
 use cistern_core::cni::plan::{self, Step, Undo, undo_after};
 use cistern_core::cni::spec::{
@@ -194,7 +195,7 @@ fn gc(conf: &NetConf) -> Result<(), Failure> {
     let valid = conf
         .valid()?
         .iter()
-        .map(|attachment| DelRequest {
+        .map(|attachment| AttachmentKey {
             container_id: attachment.container_id.clone(),
             ifname: attachment.ifname.clone(),
         })
@@ -218,7 +219,7 @@ struct Attachment {
     role: Role,
     pair: Pair,
     client: Client,
-    started: Timestamp,
+    began: Option<Moment>,
     /// Until when an agent that is starting is waited for.
     patience: Instant,
     /// A call for a lease broke off: the agent may hold one for this attachment.
@@ -238,8 +239,8 @@ impl Attachment {
     fn new(conf: NetConf, call: Call, role: Role) -> Self {
         let pair = Pair::of(&call.container_id, &call.ifname);
         let client = client(&conf);
-        let (started, patience) = (Timestamp::now(), Instant::now() + STARTING);
-        Self { conf, call, role, pair, client, started, patience, lease_is_open: false }
+        let (began, patience) = (clock::moment(), Instant::now() + STARTING);
+        Self { conf, call, role, pair, client, began, patience, lease_is_open: false }
     }
 
     fn add(mut self, version: Version) -> Result<AddResult, Failure> {
@@ -360,7 +361,7 @@ impl Attachment {
             ifname: self.call.ifname.clone(),
             generation,
             interface,
-            started: Some(self.started),
+            began: self.began.clone(),
         };
         self.ask("/v1/cni/confirm", &request).map_err(|error| agent_failure(&error))
     }
@@ -373,7 +374,7 @@ impl Attachment {
             netns: self.call.netns.clone(),
             network: Some(self.conf.name.clone()),
             pod,
-            started: Some(self.started),
+            began: self.began.clone(),
         };
         self.ask("/v1/cni/add", &request).map_err(|error| {
             self.lease_is_open |= error.may_have_happened();
@@ -385,12 +386,8 @@ impl Attachment {
     fn undone(&mut self, step: Step, failure: Failure) -> Failure {
         // An agent that refused, or was not there, holds no lease for this ADD.
         let undo = if step == Step::Lease && !self.lease_is_open { Vec::new() } else { undo_after(self.role, step) };
-        // What waits for the agent ends this ADD's own lease, too, so it begins now and not when the ADD did.
-        let errors: Vec<String> = undo
-            .into_iter()
-            .filter_map(|undo| self.undo_or_queue(undo, Timestamp::now()).err())
-            .map(|f| f.message)
-            .collect();
+        let errors: Vec<String> =
+            undo.into_iter().filter_map(|undo| self.undo_or_queue(undo).err()).map(|f| f.message).collect();
         if errors.is_empty() {
             return failure;
         }
@@ -410,13 +407,17 @@ impl Attachment {
     }
 
     fn del_request(&self) -> DelRequest {
-        DelRequest { container_id: self.call.container_id.clone(), ifname: self.call.ifname.clone() }
+        DelRequest {
+            container_id: self.call.container_id.clone(),
+            ifname: self.call.ifname.clone(),
+            began: self.began.clone(),
+        }
     }
 
-    /// As [`Attachment::undo`]; without agent the release waits on disk. It was begun at `at`.
-    fn undo_or_queue(&mut self, undo: Undo, at: Timestamp) -> Result<(), Failure> {
+    /// As [`Attachment::undo`]; without agent the release waits on disk.
+    fn undo_or_queue(&mut self, undo: Undo) -> Result<(), Failure> {
         match self.undo(undo) {
-            Err(failure) if undo == Undo::Release && failure.code == Code::TryAgainLater => self.queue(at),
+            Err(failure) if undo == Undo::Release && failure.code == Code::TryAgainLater => self.queue(),
             outcome => outcome,
         }
     }
@@ -424,7 +425,7 @@ impl Attachment {
     /// Runs every step and tells every failure.
     fn del(mut self) -> Result<(), Failure> {
         let steps = plan::del(self.role).iter();
-        let mut failures = steps.filter_map(|undo| self.undo_or_queue(*undo, self.started).err());
+        let mut failures = steps.filter_map(|undo| self.undo_or_queue(*undo).err());
         let Some(first) = failures.next() else { return Ok(()) };
         let rest: Vec<String> = failures.map(|failure| failure.message).collect();
         Err(first.with_details(rest.join("; ")))
@@ -432,7 +433,7 @@ impl Attachment {
 
     /// Leaves the DEL for the agent's return. With the lock in hand the agent is asked once more: it may have come back
     /// and read the queue in between.
-    fn queue(&mut self, at: Timestamp) -> Result<(), Failure> {
+    fn queue(&mut self) -> Result<(), Failure> {
         let directory = PathBuf::from(self.conf.queue_dir.clone().unwrap_or_else(|| QUEUE_DIR.to_owned()));
         let later = |error: &dyn std::fmt::Display| {
             Failure::new(Code::TryAgainLater, format!("DEL cannot be kept for the agent's return: {error}"))
@@ -441,8 +442,8 @@ impl Attachment {
         if self.undo(Undo::Release).is_ok() {
             return Ok(());
         }
-        let del =
-            QueuedDel { queued: at, container_id: self.call.container_id.clone(), ifname: self.call.ifname.clone() };
+        let DelRequest { container_id, ifname, began } = self.del_request();
+        let del = QueuedDel { queued: Timestamp::now(), began, container_id, ifname };
         queue.push(&del).map_err(|error| later(&error))
     }
 

@@ -21,8 +21,9 @@ use cistern_core::ipam::lease::{
     Restored, Row, Timings,
 };
 use cistern_core::ipam::node::host_scope;
-use cistern_core::ipam::node::pod_cidr::{Addresses, Usage};
+use cistern_core::ipam::node::pod_cidr::{AddressError, Addresses, Usage};
 use cistern_core::masquerade::plan::EndpointEntry;
+use cistern_core::moment::Moment;
 use ipnet::{IpNet, Ipv4Net};
 use jiff::{SignedDuration, Timestamp};
 use std::collections::{BTreeMap, BTreeSet};
@@ -107,7 +108,7 @@ type Reply<T> = oneshot::Sender<Result<T, EndpointError>>;
 enum Command {
     Add(AddRequest, Reply<Granted>),
     Confirm(Attachment, u64, Behind, Reply<()>),
-    Del(Attachment, Option<Timestamp>, Reply<Option<PodLease>>),
+    Del(Attachment, Option<Moment>, Reply<Option<PodLease>>),
     Collect(String, BTreeSet<Attachment>, Reply<Vec<PodLease>>),
     Check(Attachment, Reply<Option<(PodLease, Addresses)>>),
     Allocate(OwnerRequest, Reply<Vec<OwnerLease>>),
@@ -163,16 +164,8 @@ impl Endpoints {
     ///
     /// # Errors
     /// See [`EndpointError`].
-    pub async fn del(&self, attachment: Attachment) -> Result<Option<PodLease>, EndpointError> {
-        self.ask(|reply| Command::Del(attachment, None, reply)).await
-    }
-
-    /// See [`Leases::del_begun`]; the time is one of the wall clock.
-    ///
-    /// # Errors
-    /// See [`EndpointError`].
-    pub async fn del_begun(&self, attachment: Attachment, at: Timestamp) -> Result<Option<PodLease>, EndpointError> {
-        self.ask(|reply| Command::Del(attachment, Some(at), reply)).await
+    pub async fn del(&self, attachment: Attachment, began: Option<Moment>) -> Result<Option<PodLease>, EndpointError> {
+        self.ask(|reply| Command::Del(attachment, began, reply)).await
     }
 
     /// See [`Leases::collect`]. Answers the leases that ended.
@@ -294,6 +287,8 @@ pub struct Parts {
     pub waits: Waits,
     /// What the audit finds.
     pub findings: Findings,
+    /// The boot that this machine is in, as a [`Moment`] names it.
+    pub boot: String,
     /// Time of the leases: it only goes forward, over restarts too.
     pub clock: Clock,
     /// Time as people read it.
@@ -323,12 +318,12 @@ pub fn start(parts: Parts, cancel: CancellationToken) -> (Endpoints, impl Future
 }
 
 async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: CancellationToken) {
-    let records = std::mem::take(&mut parts.records);
+    let (records, boot) = (std::mem::take(&mut parts.records), std::mem::take(&mut parts.boot));
     let now = parts.clock.now();
     let draw = (parts.draw)();
     // Without a network first: which pods there are without a record is known when the leases are.
     let Restored { leases, findings, changes } =
-        Leases::restore(records, parts.timings, Network::default(), parts.times, now, draw);
+        Leases::restore(records, parts.timings, Network::default(), parts.times, boot, now, draw);
     for finding in findings {
         tracing::warn!(reason = %finding, "finding about pod leases");
     }
@@ -413,6 +408,8 @@ impl Task {
         let now = self.parts.clock.now();
         if self.retry.into_iter().chain(self.leases.next_deadline()).any(|at| at <= now) {
             self.tick();
+            // What a device leads to is excluded when no record names it: that may just have come to be.
+            self.network_changed();
         }
         self.audit();
     }
@@ -579,12 +576,11 @@ impl Task {
         let now = self.parts.clock.now();
         // A caller that went away gets no answer; what was done stays done, and its DEL ends it.
         match command {
-            Command::Add(mut request, reply) => {
+            Command::Add(request, reply) => {
                 let draw = (self.parts.draw)();
-                request.started = request.started.map(|started| self.of_leases(started));
                 let may_live = |netns: &str| (self.parts.namespace)(netns) != Namespace::Gone;
                 let outcome = self.leases.add(request, may_live, now, draw);
-                let answer = self.durable(outcome).and_then(|answer| Ok(answer?));
+                let answer = self.durable(outcome).and_then(|answer| Ok(answer?)).map_err(|error| self.told(error));
                 // A superseded lease leaves the datapath, and the first ADD may have chosen the router.
                 self.publish();
                 let _ = reply.send(answer);
@@ -593,11 +589,8 @@ impl Task {
                 let answer = self.confirm(&attachment, generation, interface, now);
                 let _ = reply.send(answer);
             }
-            Command::Del(attachment, at, reply) => {
-                let outcome = match at.map(|at| self.of_leases(at)) {
-                    Some(at) => self.leases.del_begun(&attachment, at, now),
-                    None => self.leases.del(&attachment, now),
-                };
+            Command::Del(attachment, began, reply) => {
+                let outcome = self.leases.del(&attachment, began, now);
                 if let Some(lease) = &outcome.answer {
                     self.forget(lease);
                 }
@@ -629,7 +622,7 @@ impl Task {
             }
             Command::AllocateAddress(address, owner, pool, reply) => {
                 let outcome = self.leases.allocate_address_for_owner(address, owner, &pool, now);
-                let answer = self.durable(outcome).and_then(|answer| Ok(answer?));
+                let answer = self.durable(outcome).and_then(|answer| Ok(answer?)).map_err(|error| self.told(error));
                 self.publish();
                 let _ = reply.send(answer);
             }
@@ -656,16 +649,24 @@ impl Task {
         self.parts.wall.now().duration_since(self.parts.clock.now())
     }
 
-    /// A time of the wall clock as the leases' clock has it.
-    fn of_leases(&self, time: Timestamp) -> Timestamp {
-        time.checked_sub(self.ahead()).unwrap_or(time)
+    /// A time as people's clocks show it. Whole seconds, so that it stays the same each time it is asked for.
+    fn shown(&self, time: Timestamp) -> Timestamp {
+        time.checked_add(SignedDuration::from_secs(self.ahead().as_secs())).unwrap_or(time)
     }
 
-    /// What is not free, with the times that people's clocks show. Whole seconds, so that a time stays the same each time
-    /// it is asked for.
+    /// A refusal with the time that people's clocks show.
+    fn told(&self, mut error: EndpointError) -> EndpointError {
+        if let EndpointError::Add(AddError::Overtaken { at, .. })
+        | EndpointError::Owner(OwnerError::Address(AddressError::InQuarantine { until: at, .. })) = &mut error
+        {
+            *at = self.shown(*at);
+        }
+        error
+    }
+
+    /// What is not free.
     fn rows(&self) -> Vec<Row> {
-        let ahead = SignedDuration::from_secs(self.ahead().as_secs());
-        let shown = |time: Timestamp| time.checked_add(ahead).unwrap_or(time);
+        let shown = |time: Timestamp| self.shown(time);
         let mut rows = self.leases.snapshot();
         for row in &mut rows {
             (row.since, row.until) = (row.since.map(shown), row.until.map(shown));
@@ -763,6 +764,7 @@ pub fn family(text: &str) -> Result<Option<Family>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tables::rows::{LinkRow, RouteRow};
 
     struct Nowhere;
 
@@ -776,18 +778,38 @@ mod tests {
         ask: Endpoints,
         pool: Arc<Table<(), PoolRow>>,
         remembered: Arc<Table<(), PoolRow>>,
+        network: Arc<Table<(), NetworkRow>>,
         held: Arc<Table<(), HeldRow>>,
     }
 
     const NET: &str = "10.33.0.0/26";
+    const LINK: &str = "cst0123456789a";
+
+    fn at(text: &str) -> Clock {
+        Clock::following_runtime(text.parse().unwrap())
+    }
+
+    fn request(began: Option<Moment>) -> AddRequest {
+        AddRequest {
+            attachment: Attachment { container_id: "c1".into(), ifname: "eth0".into() },
+            network: None,
+            pod: None,
+            netns: "/run/netns/c1".into(),
+            began,
+        }
+    }
 
     impl Rig {
         fn start() -> Self {
-            let clock = Clock::following_runtime("2026-01-01T00:00:00Z".parse().unwrap());
+            Self::with(at("2026-01-01T00:00:00Z"), at("2026-01-01T00:00:00Z"))
+        }
+
+        /// With the leases' clock and people's.
+        fn with(clock: Clock, wall: Clock) -> Self {
             let pool = Arc::new(Table::new("pool"));
             pool.publish(BTreeMap::from([((), PoolRow::new(NET.parse().unwrap()))]));
             let remembered = Arc::new(Table::new("remembered-pool"));
-            let network: Table<(), NetworkRow> = Table::new("network");
+            let network: Arc<Table<(), NetworkRow>> = Arc::new(Table::new("network"));
             network.publish(BTreeMap::from([((), NetworkRow::default())]));
             let (peers, nodes) = (Table::new("peers"), Table::new("nodes"));
             let held = Arc::new(Table::new("held"));
@@ -800,7 +822,7 @@ mod tests {
                 rebooted: false,
                 times: RecordTimes::Continue,
                 namespace: Box::new(|_| Namespace::There),
-                host_side: Box::new(|_| "lxc".to_owned()),
+                host_side: Box::new(|_| LINK.to_owned()),
                 remove_device: Box::new(|_| Ok(())),
                 draw: Box::new(move || {
                     drawn += 1;
@@ -818,15 +840,16 @@ mod tests {
                 held: Arc::clone(&held),
                 waits: Waits::new(clock),
                 findings: Findings::new(clock),
+                boot: String::new(),
                 clock,
-                wall: clock,
+                wall,
             };
             let (ask, task) = start(parts, CancellationToken::new());
             tokio::spawn(async move {
                 task.await;
-                drop((network, peers, nodes));
+                drop((peers, nodes));
             });
-            Self { ask, pool, remembered, held }
+            Self { ask, pool, remembered, network, held }
         }
 
         async fn remember(&self) {
@@ -882,5 +905,43 @@ mod tests {
         assert_eq!((rig.held().leaving, rig.take().await), (true, None));
         let request = OwnerRequest { owner: "ns/x".into(), pool: None, family: None, expiration: None };
         assert!(rig.ask.allocate(request).await.unwrap_err().to_string().contains("being left"));
+    }
+
+    // An ADD was killed when it had made the pair and the route; nothing changes on the node since.
+    #[tokio::test(start_paused = true)]
+    async fn an_address_that_a_device_leads_to_is_given_to_nobody_when_its_lease_has_ended() {
+        let rig = Rig::start();
+        rig.remember().await;
+        let address = rig.ask.add(request(None)).await.unwrap().lease.addresses.ipv4.unwrap();
+        let link = LinkRow {
+            name: LINK.to_owned(),
+            up: true,
+            loopback: false,
+            kind: "veth".to_owned(),
+            master: None,
+            mtu: 1500,
+            mac: Vec::new(),
+            addresses: Vec::new(),
+        };
+        let route = RouteRow { destination: address.into(), ifindex: Some(7), gateway: None, source: None };
+        let row = NetworkRow { links: BTreeMap::from([(7, link)]), routes: vec![route] };
+        rig.network.publish(BTreeMap::from([((), row)]));
+        tokio::time::sleep(Duration::from_secs(12 * 60)).await;
+        let given = rig.ask.allocate_address(address.into(), "ns/x".into(), "default".into()).await;
+        assert!(given.as_ref().is_err_and(|error| error.to_string().contains(LINK)), "{given:?}");
+    }
+
+    // The machine was started in 1970, and has the right time since.
+    #[tokio::test(start_paused = true)]
+    async fn refusals_show_the_time_that_peoples_clocks_show() {
+        let rig = Rig::with(at("1970-01-01T00:05:00Z"), at("2026-01-01T00:00:00Z"));
+        rig.remember().await;
+        rig.ask.del(request(None).attachment, None).await.unwrap();
+        let overtaken = rig.ask.add(request(None)).await.unwrap_err().to_string();
+        assert!(overtaken.contains(" at 2026-01-01T00:00:"), "{overtaken}");
+        let address = rig.take().await.unwrap();
+        rig.ask.release(address, "default".into()).await.unwrap();
+        let resting = rig.ask.allocate_address(address, "ns/y".into(), "default".into()).await.unwrap_err().to_string();
+        assert!(resting.contains("2026-01-01T00:00:"), "{resting}");
     }
 }

@@ -108,6 +108,7 @@ mod tests {
 
     fn tombstone(id: &str) -> Record {
         Record::Tombstone(Tombstone {
+            began: None,
             attachment: Attachment { container_id: id.into(), ifname: "eth0".into() },
             since: "2026-01-01T00:00:00Z".parse().unwrap(),
             until: "2026-01-01T00:01:00Z".parse().unwrap(),

@@ -32,6 +32,7 @@
 use super::later;
 use super::node::pod_cidr::{AddressError, Addresses, PodCidr, PodCidrs, Usage};
 use crate::ip::Family;
+use crate::moment::Moment;
 use crate::reconcile::{Classify, ErrorClass};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use jiff::Timestamp;
@@ -152,9 +153,12 @@ pub struct PodLease {
     pub pod: Option<Pod>,
     /// Path of the pod's network namespace.
     pub netns: String,
-    /// When the plugin was started whose ADD asked for it last, if it said so.
+    /// When the plugin began whose ADD asked for it last, if it said so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub started: Option<Timestamp>,
+    pub began: Option<Moment>,
+    /// `began` of the ADD that confirmed it last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub confirmed: Option<Moment>,
     /// The pool that the addresses came from.
     pub pool: String,
     /// The addresses: one of each family that the node served when they were given.
@@ -220,6 +224,9 @@ pub struct Tombstone {
     pub attachment: Attachment,
     /// When the DEL came.
     pub since: Timestamp,
+    /// When its plugin began, if it said so: an ADD that began later was not overtaken by it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub began: Option<Moment>,
     /// When it is forgotten.
     pub until: Timestamp,
 }
@@ -253,6 +260,7 @@ pub struct Router {
 /// One durable fact.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
+#[expect(clippy::large_enum_variant, reason = "nearly all records are leases of pods")]
 pub enum Record {
     /// A pod's lease.
     Pod(PodLease),
@@ -625,8 +633,8 @@ pub struct AddRequest {
     pub pod: Option<Pod>,
     /// Path of the pod's network namespace.
     pub netns: String,
-    /// When the plugin was started, if it said so: an ADD started after a DEL was not overtaken by it.
-    pub started: Option<Timestamp>,
+    /// When the plugin began, if it said so: an ADD that began after a DEL was not overtaken by it.
+    pub began: Option<Moment>,
 }
 
 /// Answer to [`Leases::add`].
@@ -874,6 +882,7 @@ pub struct Restored {
 #[derive(Debug, Clone)]
 pub struct Leases {
     timings: Timings,
+    boot: String,
     network: Network,
     router: BTreeMap<Family, Router>,
     pods: BTreeMap<Attachment, PodLease>,
@@ -889,18 +898,20 @@ pub struct Leases {
 impl Leases {
     /// Takes up from the stored records: first the pods' addresses, then the router's, which may be chosen anew
     /// while a live pod's may not (`ipam` 2.1.5). Works without any pod CIDR: leases are known, released and
-    /// confirmed; new ones wait.
+    /// confirmed; new ones wait. `boot` is that of the machine now (see [`Moment`]).
     #[must_use]
     pub fn restore(
         records: impl IntoIterator<Item = Record>,
         timings: Timings,
         network: Network,
         times: RecordTimes,
+        boot: String,
         now: Timestamp,
         draw: u64,
     ) -> Restored {
         let mut leases = Self {
             timings,
+            boot,
             network: Network::default(),
             router: BTreeMap::new(),
             pods: BTreeMap::new(),
@@ -1157,19 +1168,24 @@ impl Leases {
         draw: u64,
         changes: &mut Vec<Change>,
     ) -> Result<Granted, AddError> {
-        let AddRequest { attachment, network, pod, netns, started } = request;
+        let AddRequest { attachment, network, pod, netns, began } = request;
         if let Some(tombstone) = self.tombstones.get(&attachment)
-            && started.is_none_or(|started| started <= tombstone.since)
+            && !self.is_after(began.as_ref(), tombstone.began.as_ref())
         {
             return Err(AddError::Overtaken { attachment, at: tombstone.since });
         }
         let router = self.router();
+        let known = self.pods.get(&attachment).and_then(|lease| lease.began.as_ref());
+        let later_known = self.is_after(known, began.as_ref());
         if let Some(lease) = self.pods.get_mut(&attachment) {
             let mut renewed = lease.clone();
             renewed.network = network.or(renewed.network);
             renewed.pod = pod.or(renewed.pod);
             renewed.netns = netns;
-            renewed.started = started.or(renewed.started);
+            // The call of an ADD that was given up may come behind the one that followed it.
+            if began.is_some() && !later_known {
+                renewed.began = began;
+            }
             if let LeaseState::Provisional { expires, .. } = &mut renewed.state {
                 *expires = later(now, self.timings.provisional);
             }
@@ -1192,7 +1208,8 @@ impl Leases {
             network,
             pod,
             netns,
-            started,
+            began,
+            confirmed: None,
             pool: DEFAULT_POOL.to_owned(),
             addresses,
             generation: self.generation,
@@ -1273,7 +1290,8 @@ impl Leases {
             Some(lease) => {
                 let same =
                     matches!(&lease.state, LeaseState::Confirmed { interface: known, .. } if *known == interface);
-                if !same {
+                if !same || lease.confirmed != lease.began {
+                    lease.confirmed.clone_from(&lease.began);
                     lease.state = LeaseState::Confirmed { since: now, interface };
                     changes.push(Change::Put(Record::Pod(lease.clone())));
                 }
@@ -1285,26 +1303,35 @@ impl Leases {
 
     /// Gives the lease of this attachment back, whatever its state, and answers what it was. Without a lease it is a
     /// success too, and leaves a tombstone in case the ADD is still under way.
-    pub fn del(&mut self, attachment: &Attachment, now: Timestamp) -> Outcome<Option<PodLease>> {
+    ///
+    /// A DEL may have waited since it `began`, on disk for an agent or in a socket. A lease that an ADD which began later
+    /// has asked for, the first time or again, is not the one that was to end: it stays, and the answer is none. While that
+    /// ADD has not confirmed it, it is provisional.
+    pub fn del(&mut self, attachment: &Attachment, began: Option<Moment>, now: Timestamp) -> Outcome<Option<PodLease>> {
         let mut changes = self.expire(now);
+        let asked_later = |moment: Option<&Moment>| self.is_after(moment, began.as_ref());
+        if let Some(lease) = self.pods.get(attachment).filter(|lease| asked_later(lease.began.as_ref())) {
+            if matches!(lease.state, LeaseState::Confirmed { .. }) && !asked_later(lease.confirmed.as_ref()) {
+                let state = LeaseState::Provisional { since: now, expires: later(now, self.timings.provisional) };
+                let lease = PodLease { state, ..lease.clone() };
+                changes.push(Change::Put(Record::Pod(lease.clone())));
+                self.pods.insert(attachment.clone(), lease);
+            }
+            return Outcome { answer: None, changes };
+        }
         let answer = self.end_pod(attachment, now, &mut changes);
         if answer.is_none() {
-            let tombstone =
-                Tombstone { attachment: attachment.clone(), since: now, until: later(now, self.timings.tombstone) };
+            let until = later(now, self.timings.tombstone);
+            let tombstone = Tombstone { attachment: attachment.clone(), since: now, began, until };
             changes.push(Change::Put(Record::Tombstone(tombstone.clone())));
             self.tombstones.insert(attachment.clone(), tombstone);
         }
         Outcome { answer, changes }
     }
 
-    /// As [`Leases::del`], for a DEL that was begun at `at` and waited since. A lease that an ADD begun later has asked for,
-    /// the first time or again, is not the one that was to end: it stays, and the answer is none.
-    pub fn del_begun(&mut self, attachment: &Attachment, at: Timestamp, now: Timestamp) -> Outcome<Option<PodLease>> {
-        let asked_later = |lease: &PodLease| lease.started.unwrap_or(lease.since()) > at;
-        if self.check(attachment, now).is_some_and(asked_later) {
-            return Outcome { answer: None, changes: Vec::new() };
-        }
-        self.del(attachment, now)
+    /// Whether one moment is known to be later than the other.
+    fn is_after(&self, one: Option<&Moment>, other: Option<&Moment>) -> bool {
+        one.zip(other).is_some_and(|(one, other)| one.is_after(other, &self.boot))
     }
 
     /// What an attachment holds now.

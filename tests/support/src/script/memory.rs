@@ -11,7 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Debug};
 use std::net::Ipv4Addr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cistern::app::targets::{DatapathTargets, Targets, target};
@@ -163,6 +163,7 @@ pub(super) struct Machine {
     records: Rows<RecordKey, Record>,
     namespaces: Arc<Mutex<BTreeSet<String>>>,
     rebooted: AtomicBool,
+    boots: AtomicU32,
     faults: Arc<Mutex<Faults>>,
 }
 
@@ -194,6 +195,7 @@ impl Machine {
             records: Rows::default(),
             namespaces: Arc::default(),
             rebooted: AtomicBool::new(false),
+            boots: AtomicU32::new(1),
             faults: Arc::new(Mutex::new(Faults { percent, random: SmallRng::seed_from_u64(seed) })),
         })
     }
@@ -224,6 +226,12 @@ impl Machine {
         lock(&self.attachments).clear();
         lock(&self.namespaces).clear();
         self.rebooted.store(true, Ordering::Relaxed);
+        self.boots.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Name of the boot that it is in.
+    pub(super) fn boot(&self) -> String {
+        format!("boot-{}", self.boots.load(Ordering::Relaxed))
     }
 
     /// Hands the machine to an agent that starts.

@@ -16,6 +16,7 @@ use cistern::kubernetes::lease::Election;
 use cistern::state::StateDir;
 use cistern_core::ipam::cluster::cluster_pool::BLOCK_QUARANTINE;
 use cistern_core::ipam::lease::RecordTimes;
+use cistern_core::moment::Moment;
 use cistern_core::settings::{Command, Directory, Layers, Settings};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -178,6 +179,12 @@ impl World {
         self.machine(name).map(Machine::reboot)
     }
 
+    /// This moment in the life of a machine.
+    pub(super) fn moment(&self, name: &str) -> Result<Moment, String> {
+        let uptime_ns = u64::try_from(self.server.clock().now().as_nanosecond()).map_err(|error| error.to_string())?;
+        Ok(Moment { boot: self.machine(name)?.boot(), uptime_ns })
+    }
+
     pub(super) fn machine(&self, name: &str) -> Result<&Machine, String> {
         self.machines.get(name).ok_or_else(|| format!("there is no machine {name}: machine/add comes first"))
     }
@@ -220,6 +227,7 @@ impl World {
             leases: grasp.leases,
             lease_store: grasp.lease_store,
             lease_clock: shared.clock,
+            boot: machine.boot(),
             rebooted: grasp.rebooted,
             times: if grasp.rebooted { RecordTimes::BeginAnew } else { RecordTimes::Continue },
             namespace: grasp.namespace,

@@ -6,6 +6,17 @@ fn at(second: i64) -> Timestamp {
     Timestamp::from_second(1_700_000_000 + second).unwrap()
 }
 
+const BOOT: &str = "this";
+
+fn moment(boot: &str, uptime_ns: u64) -> Moment {
+    Moment { boot: boot.to_owned(), uptime_ns }
+}
+
+/// An ADD for the container `c1`.
+fn begun(began: Moment) -> AddRequest {
+    AddRequest { began: Some(began), ..request("c1", "u1") }
+}
+
 fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
@@ -24,7 +35,7 @@ fn request(container: impl fmt::Display, uid: &str) -> AddRequest {
         network: Some("cistern".to_owned()),
         pod: Some(Pod { namespace: "ns".to_owned(), name: "pod".to_owned(), uid: Some(uid.to_owned()) }),
         netns: format!("/run/netns/{container}"),
-        started: None,
+        began: None,
     }
 }
 
@@ -64,7 +75,7 @@ impl Agent {
     fn restore(mut disk: BTreeMap<RecordKey, String>, network: Network, times: RecordTimes, now: Timestamp) -> Self {
         let records: Vec<Record> = disk.values().map(|text| Record::from_json(text).unwrap()).collect();
         let Restored { leases, findings, changes } =
-            Leases::restore(records, Timings::default(), network, times, now, 11);
+            Leases::restore(records, Timings::default(), network, times, BOOT.to_owned(), now, 11);
         write(&mut disk, &changes);
         Self { leases, disk, findings }
     }
@@ -85,12 +96,12 @@ impl Agent {
     }
 
     fn del(&mut self, container: impl fmt::Display, now: Timestamp) -> Option<PodLease> {
-        let outcome = self.leases.del(&attachment(container), now);
+        let outcome = self.leases.del(&attachment(container), None, now);
         self.done(outcome)
     }
 
-    fn del_begun(&mut self, container: &str, at: Timestamp, now: Timestamp) -> Option<PodLease> {
-        let outcome = self.leases.del_begun(&attachment(container), at, now);
+    fn del_begun(&mut self, began: Moment, now: Timestamp) -> Option<PodLease> {
+        let outcome = self.leases.del(&attachment("c1"), Some(began), now);
         self.done(outcome)
     }
 
@@ -181,40 +192,94 @@ fn an_exhausted_pool_says_its_numbers() {
 // A DEL waits while there is no agent. The agent is back, and an ADD for the same container comes before the DEL's turn.
 #[test]
 fn a_del_that_waited_ends_no_lease_that_was_asked_for_after_it() {
-    let started = |second| AddRequest { started: Some(at(second)), ..request("c1", "u1") };
     let mut agent = Agent::start(network("10.66.1.16/28"));
-    let first = agent.add(started(10), at(10)).unwrap().lease;
+    let first = agent.add(begun(moment(BOOT, 10)), at(10)).unwrap().lease;
     agent.confirm("c1", first.generation, at(11)).unwrap();
     // Asked for again: it is the same lease, of an ADD that knows of the DEL.
-    let again = agent.add(started(21), at(22)).unwrap().lease;
+    let again = agent.add(begun(moment(BOOT, 21)), at(22)).unwrap().lease;
     assert_eq!(again.addresses, first.addresses);
     let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(23));
-    assert_eq!(agent.del_begun("c1", at(20), at(23)), None);
+    assert_eq!(agent.del_begun(moment(BOOT, 20), at(23)), None);
     agent.confirm("c1", again.generation, at(24)).unwrap();
-    assert_eq!(agent.del_begun("c1", at(20), at(25)), None);
+    assert_eq!(agent.del_begun(moment(BOOT, 20), at(25)), None);
     assert_eq!(agent.usage().used, 1);
-    // A DEL of that lease, and one after an ADD that was begun before it and came late.
-    assert!(agent.del_begun("c1", at(30), at(40)).is_some());
-    agent.add(started(29), at(41)).unwrap();
-    assert!(agent.del_begun("c1", at(30), at(42)).is_some());
+    // A DEL of that lease, and one after an ADD that began before it and came late.
+    assert!(agent.del_begun(moment(BOOT, 30), at(40)).is_some());
+    agent.add(begun(moment(BOOT, 29)), at(41)).unwrap();
+    assert!(agent.del_begun(moment(BOOT, 30), at(42)).is_some());
     assert_eq!(agent.usage().used, 0);
+}
+
+// The ADD that asked again is killed between its lease and its confirmation, when the DEL before it has had its turn.
+#[test]
+fn an_add_that_asked_again_and_was_never_finished_ends_by_itself_as_any_other() {
+    let asked_again = || {
+        let mut agent = Agent::start(network("10.66.1.16/28"));
+        let lease = agent.add(begun(moment(BOOT, 10)), at(10)).unwrap().lease;
+        agent.confirm("c1", lease.generation, at(11)).unwrap();
+        let again = agent.add(begun(moment(BOOT, 21)), at(22)).unwrap().lease;
+        assert!(matches!(again.state, LeaseState::Confirmed { .. }), "till then its pod may run");
+        (agent, again.generation)
+    };
+    let (mut agent, generation) = asked_again();
+    assert_eq!(agent.del_begun(moment(BOOT, 20), at(23)), None);
+    let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(24));
+    let changes = agent.leases.clone().expire(at(23 + 600));
+    assert!(changes.contains(&Change::Remove(RecordKey::Pod(attachment("c1")))), "{changes:?}");
+    let confirmed = agent.confirm("c1", generation, at(25)).unwrap();
+    assert_eq!(agent.del_begun(moment(BOOT, 20), at(26)), None);
+    assert_eq!(agent.leases.check(&attachment("c1"), at(9_999)), Some(&confirmed));
+    // Confirmed before that DEL has its turn, behind the same interface.
+    let (mut agent, generation) = asked_again();
+    let confirmed = agent.confirm("c1", generation, at(23)).unwrap();
+    assert_eq!(agent.del_begun(moment(BOOT, 20), at(24)), None);
+    assert_eq!(agent.leases.check(&attachment("c1"), at(9_999)), Some(&confirmed));
+}
+
+// The call of an ADD that gave up long ago is carried out behind that of the next.
+#[test]
+fn an_add_that_comes_late_does_not_make_its_lease_older() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    agent.add(begun(moment(BOOT, 21)), at(22)).unwrap();
+    agent.add(begun(moment(BOOT, 10)), at(23)).unwrap();
+    agent.add(request("c1", "u1"), at(24)).unwrap();
+    assert_eq!(agent.del_begun(moment(BOOT, 20), at(25)), None);
+    assert_eq!(agent.usage().used, 1);
+}
+
+// The wall clock is years ahead in one boot and years behind in the next, and a DEL waits over the reboot.
+#[test]
+fn what_a_del_ends_does_not_follow_from_what_clocks_say() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    agent.add(begun(moment("before", 900)), at(1_000_000)).unwrap();
+    let restore = |agent: Agent| Agent::restore(agent.disk, network("10.66.1.16/28"), RecordTimes::BeginAnew, at(-9));
+    // Its namespace was made again before the agent came, so it was not dropped.
+    let mut agent = restore(agent);
+    assert!(agent.del_begun(moment("before", 901), at(-8)).is_some());
+    agent.add(begun(moment("before", 902)), at(-7)).unwrap();
+    let mut agent = restore(agent);
+    assert!(agent.del_begun(moment(BOOT, 1), at(-6)).is_some());
+    agent.add(begun(moment(BOOT, 2)), at(-5)).unwrap();
+    let mut agent = restore(agent);
+    assert_eq!(agent.del_begun(moment("before", 903), at(-4)), None);
+    assert_eq!(agent.usage().used, 1);
+    assert!(agent.del("c1", at(-3)).is_some(), "who does not say when it began is carried out");
 }
 
 #[test]
 fn a_del_that_overtakes_its_add_makes_that_add_fail_and_no_later_one() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
-    assert_eq!(agent.del("c1", at(10)), None);
+    assert_eq!(agent.del_begun(moment(BOOT, 10), at(10)), None);
     let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(11));
     let error = agent.add(request("c1", "u1"), at(12)).unwrap_err();
     assert_eq!((error.reason(), error.class()), ("overtaken-by-del", ErrorClass::Permanent));
-    let started = |second| AddRequest { started: Some(at(second)), ..request("c1", "u1") };
-    assert!(agent.add(started(9), at(12)).is_err());
+    assert!(agent.add(begun(moment(BOOT, 10)), at(12)).is_err());
     assert_eq!(agent.usage().used, 0);
-    // The runtime attaches the container again, knowing of its DEL.
-    assert!(agent.add(started(12), at(13)).is_ok());
+    // The runtime attaches the container again, knowing of its DEL, while that waits for an agent.
+    assert!(agent.add(begun(moment(BOOT, 11)), at(13)).is_ok());
     assert!(!agent.disk.contains_key(&RecordKey::Tombstone(attachment("c1"))));
     assert!(agent.add(request("c1", "u1"), at(14)).is_ok());
-    // Without a start time the tombstone counts until it is forgotten.
+    // Of plugins that do not say when they began the tombstone counts until it is forgotten.
     agent.del("c9", at(20));
     assert!(agent.add(request("c9", "u9"), at(79)).is_err());
     assert!(agent.add(request("c9", "u9"), at(80)).is_ok());
@@ -366,11 +431,11 @@ fn on_a_full_disk_removals_are_done_and_records_follow_when_there_is_space() {
         owed.extend(agent.leases.add(request("c", "c"), |_| true, at(second), 4).changes);
         assert_eq!((owed.write(|change| full(&mut disk, change)), owed.len()), (Err("no space"), 1));
     }
-    owed.extend(agent.leases.del(&attachment("a"), at(50)).changes);
+    owed.extend(agent.leases.del(&attachment("a"), None, at(50)).changes);
     assert!(owed.write(|change| full(&mut disk, change)).is_err());
     assert!(!disk.contains_key(&RecordKey::Pod(attachment("a"))) && !owed.owes(&RecordKey::Pod(attachment("a"))));
     // The ADD that failed is given up: nothing of it is owed but the rest of its address.
-    owed.extend(agent.leases.del(&attachment("c"), at(51)).changes);
+    owed.extend(agent.leases.del(&attachment("c"), None, at(51)).changes);
     assert!(owed.write(|change| full(&mut disk, change)).is_err());
     assert_eq!(owed.len(), 2, "{owed:?}");
     let mut written = Vec::new();
@@ -384,7 +449,7 @@ fn on_a_full_disk_removals_are_done_and_records_follow_when_there_is_space() {
     assert!(owed.is_empty() && written.iter().all(|key| matches!(key, RecordKey::Quarantine(_))), "{written:?}");
     // One removal makes space for one record.
     let mut space = 0;
-    owed.extend(agent.leases.del(&attachment("b"), at(52)).changes);
+    owed.extend(agent.leases.del(&attachment("b"), None, at(52)).changes);
     assert_eq!(
         owed.write(|change| match change {
             Change::Put(_) if space == 0 => Err(()),
@@ -877,10 +942,7 @@ impl Process {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(histories()))]
 
-    // case: ipam 7.2.1
-    // case: ipam 7.2.2
-    // case: ipam 7.2.3
-    // case: ipam 7.2.9
+    // What `ipam` 7.2 asks for in its items 1, 2, 3 and 9.
     #[test]
     fn an_address_has_one_owner_and_what_was_answered_holds_whenever_the_process_ends(steps in steps()) {
         let mut cidr = 0;
@@ -919,7 +981,7 @@ proptest! {
                     // From here on the pod has no claim on the address, answered or not.
                     world.live.remove(&attachment(sandbox));
                     world.sandboxes.remove(&format!("/run/netns/{sandbox}"));
-                    leases.del(&attachment(sandbox), now).changes
+                    leases.del(&attachment(sandbox), None, now).changes
                 }
                 Step::Vanish { sandbox } => {
                     world.sandboxes.remove(&format!("/run/netns/{sandbox}"));

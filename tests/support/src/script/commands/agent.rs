@@ -92,7 +92,7 @@ pub(super) async fn add(world: &mut World, arguments: &[&str]) -> Outcome {
             name: container.to_owned(),
             uid: Some(format!("uid-of-{container}")),
         }),
-        started: Some(world.server.clock().now()),
+        began: Some(world.moment(node)?),
     };
     let granted = world.agent(node)?.add(request).await.map_err(refused)?;
     world.generations.insert((node.to_owned(), container.to_owned()), granted.generation);
@@ -113,7 +113,7 @@ pub(super) async fn confirm(world: &World, arguments: &[&str]) -> Outcome {
             host_ifindex: FIRST_HOST_IFINDEX.saturating_add(u32::try_from(position).unwrap_or(u32::MAX)),
             mac: "02:00:00:00:00:01".to_owned(),
         }),
-        started: None,
+        began: None,
     };
     world.agent(node)?.confirm(request).await.map_err(refused)?;
     Ok(silent())
@@ -122,7 +122,8 @@ pub(super) async fn confirm(world: &World, arguments: &[&str]) -> Outcome {
 /// Gives the address back and prints it, if there was one. The container's namespace goes with it.
 pub(super) async fn del(world: &World, arguments: &[&str]) -> Outcome {
     let [node, container] = exactly(arguments, "cni/del NODE CONTAINER")?;
-    let request = DelRequest { container_id: container.to_owned(), ifname: IFNAME.to_owned() };
+    let request =
+        DelRequest { container_id: container.to_owned(), ifname: IFNAME.to_owned(), began: Some(world.moment(node)?) };
     let released = world.agent(node)?.del(request).await.map_err(refused)?.released;
     world.machine(node)?.set_namespace(&netns(container), false);
     Ok(Printed::Text(released.map(|address| format!("{address}\n")).unwrap_or_default()))

@@ -1,0 +1,48 @@
+//! Which of two things on one machine came first, whatever is done to its clocks.
+
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// A moment in the life of a machine. The plugin and the agent read it from the same kernel, so it orders what they do
+/// where the wall clock cannot: that one is set, back too, while a DEL waits for its agent.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Moment {
+    /// `/proc/sys/kernel/random/boot_id`: each boot has another (random(4)).
+    pub boot: String,
+    /// Nanoseconds since that boot, time of sleep included (`CLOCK_BOOTTIME`, clock_gettime(2)).
+    pub uptime_ns: u64,
+}
+
+impl Moment {
+    /// Time since that boot.
+    #[must_use]
+    pub fn uptime(&self) -> Duration {
+        Duration::from_nanos(self.uptime_ns)
+    }
+
+    /// Whether this is known to be later than `other`, on a machine that is in `boot` now. Of two earlier boots nobody
+    /// knows which was first.
+    #[must_use]
+    pub fn is_after(&self, other: &Self, boot: &str) -> bool {
+        if self.boot == other.boot { self.uptime_ns > other.uptime_ns } else { self.boot == boot }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn moment(boot: &str, uptime_ns: u64) -> Moment {
+        Moment { boot: boot.to_owned(), uptime_ns }
+    }
+
+    #[test]
+    fn moments_of_one_boot_are_ordered_by_uptime_and_this_boot_is_after_any_other() {
+        let (early, late) = (moment("now", 1), moment("now", 2));
+        assert!(late.is_after(&early, "now") && !early.is_after(&late, "now") && !early.is_after(&early, "now"));
+        assert!(late.is_after(&early, "later"), "also when that boot is over");
+        let before = moment("before", 9);
+        assert!(early.is_after(&before, "now") && !before.is_after(&early, "now"));
+        assert!(!before.is_after(&early, "later") && !early.is_after(&before, "later"), "two earlier boots");
+    }
+}
