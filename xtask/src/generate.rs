@@ -13,11 +13,10 @@ use std::process::Command;
 
 /// Where text comes from, and where it goes.
 enum Generator {
-    /// A program of ours, run with a folder as its last argument, writes files that belong into `folder`, and into
-    /// `copied`, too.
-    Folder { program: &'static [&'static str], folder: &'static str, copied: &'static str },
-    /// A program of ours prints what `file` holds.
-    File { program: &'static [&'static str], file: &'static str },
+    /// An example, run with a folder as its last argument, writes files that belong into `folder`, and into `copied`, too.
+    Folder { example: &'static str, folder: &'static str, copied: &'static str },
+    /// An example prints what `file` holds.
+    File { example: &'static str, file: &'static str },
     /// A function gives what stands in `file` between `<!-- generated: NAME -->` and `<!-- /generated -->`.
     Region { make: fn(&Workspace) -> Result<String>, file: &'static str, name: &'static str },
 }
@@ -33,17 +32,10 @@ impl Generator {
 }
 
 const GENERATORS: [Generator; 5] = [
-    Generator::Folder {
-        program: &["--package", "cistern-crds", "--example", "gen"],
-        folder: "crds",
-        copied: "charts/cistern/crds",
-    },
-    Generator::File {
-        program: &["--package", "cistern-core", "--example", "settings"],
-        file: "agent/core/settings.md",
-    },
-    Generator::File { program: &["--package", "cistern", "--example", "command-line"], file: "agent/command-line.md" },
-    Generator::File { program: &["--package", "cistern", "--example", "observing"], file: "agent/observing.md" },
+    Generator::Folder { example: "gen", folder: "crds", copied: "charts/cistern/crds" },
+    Generator::File { example: "settings", file: "agent/core/settings.md" },
+    Generator::File { example: "command-line", file: "agent/command-line.md" },
+    Generator::File { example: "observing", file: "agent/observing.md" },
     Generator::Region { make: maps::table, file: "agent-ebpf/README.md", name: "maps" },
 ];
 
@@ -96,13 +88,13 @@ fn fresh(workspace: &Workspace, wanted: &str) -> Result<BTreeMap<PathBuf, String
     let mut files = BTreeMap::new();
     for generator in GENERATORS.iter().filter(|generator| generator.makes().contains(wanted)) {
         match *generator {
-            Generator::Folder { program, folder, copied } => {
+            Generator::Folder { example, folder, copied } => {
                 let empty = workspace.metadata()?.target_directory.join("generated").join(folder);
                 if empty.exists() {
                     std::fs::remove_dir_all(&empty).with_context(|| format!("emptying {}", empty.display()))?;
                 }
                 std::fs::create_dir_all(&empty).with_context(|| format!("making {}", empty.display()))?;
-                process::output(program_of_ours(workspace, program).arg("--").arg(&empty))?;
+                process::output(example_of_ours(workspace, example).arg("--").arg(&empty))?;
                 let made = read_folder(&empty)?;
                 if made.is_empty() {
                     bail!("the generator of {folder} wrote no file");
@@ -111,8 +103,8 @@ fn fresh(workspace: &Workspace, wanted: &str) -> Result<BTreeMap<PathBuf, String
                     files.extend(made.iter().map(|(name, text)| (Path::new(to).join(name), text.clone())));
                 }
             }
-            Generator::File { program, file } => {
-                files.insert(file.into(), process::output(&mut program_of_ours(workspace, program))?);
+            Generator::File { example, file } => {
+                files.insert(file.into(), process::output(&mut example_of_ours(workspace, example))?);
             }
             Generator::Region { make, file, name } => {
                 let path = workspace.root().join(file);
@@ -125,9 +117,11 @@ fn fresh(workspace: &Workspace, wanted: &str) -> Result<BTreeMap<PathBuf, String
     Ok(files)
 }
 
-fn program_of_ours(workspace: &Workspace, program: &[&str]) -> Command {
+/// No package is named: another choice than that of the other builds would unite other features, and build what lies below
+/// anew.
+fn example_of_ours(workspace: &Workspace, example: &str) -> Command {
     let mut command = workspace.cargo();
-    command.args(["run", "--quiet", "--locked"]).args(program);
+    command.args(["run", "--quiet", "--locked", "--example", example]);
     command
 }
 
