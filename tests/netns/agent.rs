@@ -91,7 +91,7 @@ impl AgentApi for Answers {
             Confirm::Ignore => std::future::pending().await,
         }
         let attachment = attachment(request.container_id, request.ifname);
-        let confirmed = self.endpoints.confirm(attachment, request.generation, request.interface).await;
+        let confirmed = self.endpoints.confirm(attachment, request.generation, request.interface, request.began).await;
         confirmed.map_err(|error| unavailable(&error))
     }
 

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 /// A moment in the life of a machine. The plugin and the agent read it from the same kernel, so it orders what they do
 /// where the wall clock cannot: that one is set, back too, while a DEL waits for its agent.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Moment {
-    /// `/proc/sys/kernel/random/boot_id`: each boot has another (random(4)).
+    /// `/proc/sys/kernel/random/boot_id`: each boot has another (random(4)). In a node that is a container the plugin may read
+    /// another than the agent: then their order is known within a boot alone.
     pub boot: String,
     /// Nanoseconds since that boot, time of sleep included (`CLOCK_BOOTTIME`, clock_gettime(2)).
     pub uptime_ns: u64,

@@ -191,7 +191,7 @@ async fn replay_deletions(endpoints: Endpoints) {
         let pause = match replay_once(directory, &endpoints).await {
             Ok(replayed) => {
                 if replayed > 0 {
-                    tracing::info!(replayed, "no DEL waits any more");
+                    tracing::info!(replayed, "DELs that waited were carried out, or had nothing left to end");
                 }
                 REPLAY_INTERVAL
             }

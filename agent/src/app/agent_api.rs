@@ -148,8 +148,9 @@ impl AgentApi for Answers {
 
     async fn confirm(&self, request: ConfirmRequest) -> Result<(), Failure> {
         let attachment = attachment(request.container_id, request.ifname)?;
-        self.endpoints.confirm(attachment, request.generation, request.interface).await.map_err(failure)?;
-        let took = request.began.zip(clock::uptime()).and_then(|(began, now)| now.checked_sub(began.uptime()));
+        let ConfirmRequest { generation, interface, began, .. } = request;
+        self.endpoints.confirm(attachment, generation, interface, began.clone()).await.map_err(failure)?;
+        let took = began.zip(clock::uptime()).and_then(|(began, now)| now.checked_sub(began.uptime()));
         took.into_iter().for_each(cni_add);
         Ok(())
     }

@@ -46,11 +46,14 @@ fn remove_datapath(settings: &Settings) -> anyhow::Result<()> {
     if !pins.root().exists() {
         return Ok(());
     }
-    pins.remove_all()
+    let removed = pins
+        .remove_all()
         .context("enable-ipv4-masquerade is false, but the kernel programs of before cannot be removed")?;
-    tracing::warn!(
-        "enable-ipv4-masquerade is false now: the kernel programs are removed, and flows that they translated end"
-    );
+    if removed {
+        tracing::warn!(
+            "enable-ipv4-masquerade is false now: the kernel programs are removed, and flows that they translated end"
+        );
+    }
     Ok(())
 }
 

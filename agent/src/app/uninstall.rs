@@ -73,7 +73,10 @@ async fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
         note("CNI configuration", configuration.remove());
     }
     note("CNI plugin", plugin::remove(&settings.cni_bin_path).map_err(|error| error.to_string()));
-    note("kernel programs", Pins::new(settings.pin_root()).remove_all().map_err(|error| error.to_string()));
+    note(
+        "kernel programs",
+        Pins::new(settings.pin_root()).remove_all().map(drop).map_err(|error| format!("{error:#}")),
+    );
     note("routes", remove_all(Routes::open()).await);
     note("routes to pods", release_pod_routes().map_err(|error| error.to_string()));
     note("router address", remove_all(RouterAddress::open()).await);

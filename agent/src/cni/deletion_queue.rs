@@ -28,9 +28,9 @@ const TEMPORARY: &str = "new-";
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A DEL that waits.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueuedDel {
-    /// When it was written, for people.
+    /// When it was written, by the wall clock: for people, and the order in which DELs of different attachments are listed.
     pub queued: jiff::Timestamp,
     /// When its plugin began: an ADD that began later made another lease.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -125,7 +125,7 @@ impl DeletionQueue {
         }
     }
 
-    /// Adds a DEL. Of those for one attachment the latest is there.
+    /// Adds a DEL. Of those for one attachment, which a runtime sends one after the other, the latest is there.
     ///
     /// # Errors
     /// [`QueueError::Full`] at [`LIMIT`], or the file system's.
@@ -144,7 +144,7 @@ impl DeletionQueue {
         std::fs::rename(&temporary, &path).map_err(io("rename", &path))
     }
 
-    /// What waits, in order of arrival, and the files that cannot be read.
+    /// What waits, the longest first, and the files that cannot be read.
     ///
     /// # Errors
     /// When the directory cannot be read.
@@ -156,7 +156,7 @@ impl DeletionQueue {
                 None => unreadable.push(path),
             }
         }
-        dels.sort();
+        dels.sort_by_key(|del| del.queued);
         Ok((dels, unreadable))
     }
 

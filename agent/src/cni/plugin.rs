@@ -471,7 +471,7 @@ impl Attachment {
             differences.extend(self.interface_differences(&previous, &held)?);
         }
         if held.interface.is_none() {
-            differences.push("the agent holds a lease that was never confirmed".to_owned());
+            differences.push("the agent holds a lease that is not confirmed".to_owned());
         }
         if differences.is_empty() { Ok(()) } else { Err(Failure::new(Code::Difference, differences.join("; "))) }
     }

@@ -3,8 +3,8 @@
 //! Every answer is given after its records are on disk, and an interface is confirmed after the datapath knows the pod,
 //! so that the pod's first packet is treated as its last one is.
 //!
-//! Leases have a clock of their own ([`Parts::clock`]), which never jumps. Times that come in or go out are those of the
-//! wall clock, and are translated here.
+//! Leases have a clock of their own ([`Parts::clock`]), which never jumps. Times that go out are those of the wall clock, and
+//! are translated here.
 //!
 //! A device of ours with a route to it is a pod even when no record names it: its record was damaged, or is of another
 //! version. Such a pod stays in the datapath, and its address is given to nobody.
@@ -107,7 +107,7 @@ type Reply<T> = oneshot::Sender<Result<T, EndpointError>>;
 
 enum Command {
     Add(AddRequest, Reply<Granted>),
-    Confirm(Attachment, u64, Behind, Reply<()>),
+    Confirm(Attachment, u64, Behind, Option<Moment>, Reply<()>),
     Del(Attachment, Option<Moment>, Reply<Option<PodLease>>),
     Collect(String, BTreeSet<Attachment>, Reply<Vec<PodLease>>),
     Check(Attachment, Reply<Option<(PodLease, Addresses)>>),
@@ -156,8 +156,9 @@ impl Endpoints {
         attachment: Attachment,
         generation: u64,
         interface: Behind,
+        began: Option<Moment>,
     ) -> Result<(), EndpointError> {
-        self.ask(|reply| Command::Confirm(attachment, generation, interface, reply)).await
+        self.ask(|reply| Command::Confirm(attachment, generation, interface, began, reply)).await
     }
 
     /// See [`Leases::del`]. Answers the lease that ended, if there was one.
@@ -347,7 +348,11 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
             biased;
             () = cancel.cancelled() => break,
             command = receiver.recv() => match command {
-                Some(command) => task.serve(command),
+                Some(command) => {
+                    // A lease that has ended meanwhile ends there: with all that has to follow.
+                    task.due();
+                    task.serve(command);
+                }
                 None => break,
             },
             () = task.parts.pool.changed() => task.network_changed(),
@@ -585,8 +590,8 @@ impl Task {
                 self.publish();
                 let _ = reply.send(answer);
             }
-            Command::Confirm(attachment, generation, interface, reply) => {
-                let answer = self.confirm(&attachment, generation, interface, now);
+            Command::Confirm(attachment, generation, interface, began, reply) => {
+                let answer = self.confirm(&attachment, generation, interface, began.as_ref(), now);
                 let _ = reply.send(answer);
             }
             Command::Del(attachment, began, reply) => {
@@ -689,17 +694,19 @@ impl Task {
         attachment: &Attachment,
         generation: u64,
         interface: Behind,
+        began: Option<&Moment>,
         now: Timestamp,
     ) -> Result<(), EndpointError> {
-        // Checked before the datapath is told: a confirmation that is refused must leave no trace there.
+        // Checked before the datapath is told: a confirmation that is refused or void must leave no trace there.
         if let Some(lease) = self.leases.check(attachment, now)
             && lease.generation == generation
+            && !self.leases.asked_since(lease, began)
             && let (Some(address), Some(map)) = (lease.addresses.ipv4, self.parts.map.as_mut())
             && let Some(entry) = endpoint(&interface)
         {
             map.insert(address, entry).map_err(|reason| EndpointError::Datapath { address, reason })?;
         }
-        let outcome = self.leases.confirm(attachment, generation, interface, now);
+        let outcome = self.leases.confirm(attachment, generation, interface, began, now);
         let answer = self.durable(outcome).and_then(|answer| Ok(answer.map(|_| ())?));
         self.publish();
         answer

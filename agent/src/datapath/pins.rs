@@ -183,13 +183,13 @@ impl Pins {
     }
 
     /// Removes everything of ours: links first, egress before ingress, so that answers to open flows still come back
-    /// until nothing new is sent; then programs, then maps. What others put on the same devices stays. Absent pins are a
-    /// success, so that an interrupted removal can be repeated.
+    /// until nothing new is sent; then programs, then maps. What others put on the same devices or into our folders stays.
+    /// Absent pins are a success, so that an interrupted removal can be repeated. Whether there was anything of ours.
     ///
     /// # Errors
     /// The first pin that could not be removed; the rest is tried all the same.
-    pub fn remove_all(&self) -> Result<(), DatapathError> {
-        let mut first = Ok(());
+    pub fn remove_all(&self) -> Result<bool, DatapathError> {
+        let (mut first, mut found) = (Ok(()), false);
         let mut keep = |result: Result<(), DatapathError>| {
             if first.is_ok() {
                 first = result;
@@ -208,6 +208,7 @@ impl Pins {
                 Ok(entries) => {
                     for entry in entries.flatten() {
                         if entry.file_name().to_string_lossy().starts_with(prefix) {
+                            found = true;
                             keep(remove(&entry.path()));
                         }
                     }
@@ -219,12 +220,11 @@ impl Pins {
         for path in ["links", "progs", "maps", ""].map(|directory| self.root.join(directory)) {
             match fs::remove_dir(&path) {
                 Ok(()) => {}
-                // What is left is somebody else's.
                 Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::DirectoryNotEmpty) => {}
                 Err(error) => keep(Err(DatapathError::io(format!("remove directory {}", path.display()))(error))),
             }
         }
-        first
+        first.map(|()| found)
     }
 }
 
@@ -258,7 +258,8 @@ mod tests {
         for path in [&pins.link(TcAttachType::Egress, 7), &other] {
             fs::write(path, "").unwrap();
         }
-        pins.remove_all().unwrap();
+        assert!(pins.remove_all().unwrap());
+        assert!(!pins.remove_all().unwrap(), "nothing is ours any more");
         assert!(!pins.link(TcAttachType::Egress, 7).exists() && other.exists());
     }
 }

@@ -14,6 +14,9 @@
 //!    └────────────── Quarantined ◄─────────────────┘
 //! ```
 //!
+//! A confirmed lease is provisional again when a DEL has its turn that began before an ADD which asked again, and that ADD
+//! has not confirmed it yet.
+//!
 //! # How long an address can be away that nobody holds
 //! Each of these ends by itself, over restarts and reboots too: a waiting is on disk, and counted by a clock that no
 //! change of the wall clock moves.
@@ -125,7 +128,7 @@ impl fmt::Display for Behind {
 pub enum LeaseState {
     /// Given, but the interface is not known to exist; ends by itself.
     Provisional {
-        /// When it was given.
+        /// When it was given, or a DEL found that it had been asked for again.
         since: Timestamp,
         /// When it ends unless it is confirmed before.
         expires: Timestamp,
@@ -1175,17 +1178,15 @@ impl Leases {
             return Err(AddError::Overtaken { attachment, at: tombstone.since });
         }
         let router = self.router();
-        let known = self.pods.get(&attachment).and_then(|lease| lease.began.as_ref());
-        let later_known = self.is_after(known, began.as_ref());
+        if let Some(lease) = self.pods.get(&attachment).filter(|lease| self.asked_since(lease, began.as_ref())) {
+            return Ok(Granted { lease: lease.clone(), router });
+        }
         if let Some(lease) = self.pods.get_mut(&attachment) {
             let mut renewed = lease.clone();
             renewed.network = network.or(renewed.network);
             renewed.pod = pod.or(renewed.pod);
             renewed.netns = netns;
-            // The call of an ADD that was given up may come behind the one that followed it.
-            if began.is_some() && !later_known {
-                renewed.began = began;
-            }
+            renewed.began = began.or(renewed.began);
             if let LeaseState::Provisional { expires, .. } = &mut renewed.state {
                 *expires = later(now, self.timings.provisional);
             }
@@ -1271,15 +1272,21 @@ impl Leases {
         Ok(())
     }
 
-    /// The interface exists, or is about to: the lease no longer ends by itself. Said again, it takes over the interface as said last.
+    /// The interface exists, or is about to: the lease no longer ends by itself. Said again, it takes over the interface as
+    /// said last. `began` is the moment of the ADD that says so: once another has asked for the lease since, that one's
+    /// interface counts, and nothing changes.
     pub fn confirm(
         &mut self,
         attachment: &Attachment,
         generation: u64,
         interface: Behind,
+        began: Option<&Moment>,
         now: Timestamp,
     ) -> Outcome<Result<PodLease, ConfirmError>> {
         let mut changes = self.expire(now);
+        if let Some(lease) = self.pods.get(attachment).filter(|lease| self.asked_since(lease, began)) {
+            return Outcome { answer: Ok(lease.clone()), changes };
+        }
         let answer = match self.pods.get_mut(attachment) {
             None => Err(ConfirmError::NoLease { attachment: attachment.clone() }),
             Some(lease) if lease.generation != generation => Err(ConfirmError::OtherGeneration {
@@ -1309,9 +1316,9 @@ impl Leases {
     /// ADD has not confirmed it, it is provisional.
     pub fn del(&mut self, attachment: &Attachment, began: Option<Moment>, now: Timestamp) -> Outcome<Option<PodLease>> {
         let mut changes = self.expire(now);
-        let asked_later = |moment: Option<&Moment>| self.is_after(moment, began.as_ref());
-        if let Some(lease) = self.pods.get(attachment).filter(|lease| asked_later(lease.began.as_ref())) {
-            if matches!(lease.state, LeaseState::Confirmed { .. }) && !asked_later(lease.confirmed.as_ref()) {
+        if let Some(lease) = self.pods.get(attachment).filter(|lease| self.asked_since(lease, began.as_ref())) {
+            let confirmed_since = self.is_after(lease.confirmed.as_ref(), began.as_ref());
+            if matches!(lease.state, LeaseState::Confirmed { .. }) && !confirmed_since {
                 let state = LeaseState::Provisional { since: now, expires: later(now, self.timings.provisional) };
                 let lease = PodLease { state, ..lease.clone() };
                 changes.push(Change::Put(Record::Pod(lease.clone())));
@@ -1322,11 +1329,19 @@ impl Leases {
         let answer = self.end_pod(attachment, now, &mut changes);
         if answer.is_none() {
             let until = later(now, self.timings.tombstone);
+            let known = self.tombstones.get(attachment).and_then(|tombstone| tombstone.began.as_ref());
+            let began = if self.is_after(known, began.as_ref()) { known.cloned() } else { began };
             let tombstone = Tombstone { attachment: attachment.clone(), since: now, began, until };
             changes.push(Change::Put(Record::Tombstone(tombstone.clone())));
             self.tombstones.insert(attachment.clone(), tombstone);
         }
         Outcome { answer, changes }
+    }
+
+    /// Whether an ADD that began later than `began` has asked for a lease.
+    #[must_use]
+    pub fn asked_since(&self, lease: &PodLease, began: Option<&Moment>) -> bool {
+        self.is_after(lease.began.as_ref(), began)
     }
 
     /// Whether one moment is known to be later than the other.

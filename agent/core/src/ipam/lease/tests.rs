@@ -91,7 +91,7 @@ impl Agent {
     }
 
     fn confirm(&mut self, container: &str, generation: u64, now: Timestamp) -> Result<PodLease, ConfirmError> {
-        let outcome = self.leases.confirm(&attachment(container), generation, interface(7), now);
+        let outcome = self.leases.confirm(&attachment(container), generation, interface(7), None, now);
         self.done(outcome)
     }
 
@@ -125,7 +125,7 @@ fn an_address_is_provisional_then_confirmed_and_survives_a_restart_unchanged() {
     assert!(matches!(again.lease.state, LeaseState::Provisional { expires, .. } if expires == at(605)));
     let confirmed = agent.confirm("c1", first.lease.generation, at(6)).unwrap();
     // The same word again writes nothing.
-    let outcome = agent.leases.confirm(&attachment("c1"), first.lease.generation, interface(7), at(7));
+    let outcome = agent.leases.confirm(&attachment("c1"), first.lease.generation, interface(7), None, at(7));
     assert_eq!((outcome.answer.as_ref(), outcome.changes.len()), (Ok(&confirmed), 0));
     let agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(10_000));
     assert_eq!(agent.findings, []);
@@ -973,7 +973,7 @@ proptest! {
                     let attachment = attachment(sandbox);
                     let generation = world.live.get(&attachment).map_or(0, |(_, generation, _)| *generation);
                     let interface = Behind::Pair(Interface { host_ifname: device(sandbox), ..pair(3) });
-                    let outcome = leases.confirm(&attachment, generation, interface, now);
+                    let outcome = leases.confirm(&attachment, generation, interface, None, now);
                     told.extend(outcome.answer);
                     outcome.changes
                 }
@@ -1160,4 +1160,88 @@ proptest! {
 /// Histories of a run, each of up to 60 steps. `PROPTEST_CASES=100000` makes it longer.
 fn histories() -> u32 {
     ProptestConfig::default().cases.max(1_000)
+}
+
+/// What a runtime has done to one container: ADDs and DELs, one after the other, and what arrives of them.
+#[derive(Debug, Clone, Copy)]
+enum Call {
+    Add,
+    Confirm,
+    Del,
+}
+
+/// At most six operations (true: an ADD), each begun after the one before, and their calls in any order: some twice, as those
+/// of a plugin that gave up waiting are, and some of which the agent knows only after a restart.
+fn late_calls() -> impl Strategy<Value = (Vec<bool>, Vec<(usize, Call, bool)>)> {
+    prop::collection::vec(any::<bool>(), 1..=6).prop_flat_map(|operations| {
+        let calls = operations.iter().enumerate().flat_map(|(number, is_add)| {
+            let kinds = if *is_add { [Call::Add, Call::Confirm] } else { [Call::Del, Call::Del] };
+            kinds.map(|call| (number, call))
+        });
+        let calls: Vec<_> = calls.collect();
+        let restarts = prop::collection::vec(any::<bool>(), calls.len());
+        let shuffled = (Just(calls).prop_shuffle(), restarts);
+        (
+            Just(operations),
+            shuffled.prop_map(|(calls, restarts)| {
+                calls.into_iter().zip(restarts).map(|((number, call), restart)| (number, call, restart)).collect()
+            }),
+        )
+    })
+}
+
+proptest! {
+    // The last word of the runtime counts, in whatever order its words arrive.
+    #[test]
+    fn the_operation_that_began_last_counts_however_late_the_others_come((operations, calls) in late_calls()) {
+        let began = |number: usize| moment(BOOT, 10 + number as u64);
+        let mut agent = Agent::start(network(CIDRS[0]));
+        let mut generations: BTreeMap<usize, u64> = BTreeMap::new();
+        let (mut early, mut last_del) = (BTreeSet::new(), None);
+        let mut now = at(0);
+        for (number, call, restart) in calls {
+            now = later(now, Duration::from_secs(1));
+            if restart {
+                agent = Agent::restart(agent.disk, network(CIDRS[0]), now);
+            }
+            let mut confirm = None;
+            match call {
+                Call::Add => {
+                    if let Ok(granted) = agent.add(begun(began(number)), now) {
+                        generations.insert(number, granted.lease.generation);
+                        confirm = early.contains(&number).then_some(number);
+                    }
+                }
+                // It follows the answer to its ADD.
+                Call::Confirm => {
+                    early.insert(number);
+                    confirm = Some(number);
+                }
+                Call::Del => {
+                    last_del = last_del.max(Some(number));
+                    agent.del_begun(began(number), now);
+                }
+            }
+            // Of a plugin whose container was deleted since nothing runs any more.
+            if let Some(number) = confirm.filter(|number| last_del.is_none_or(|del| *number > del))
+                && let Some(generation) = generations.get(&number)
+            {
+                let behind = interface(u32::try_from(number).unwrap());
+                let outcome = agent.leases.confirm(&attachment("c1"), *generation, behind, Some(&began(number)), now);
+                agent.done(outcome).ok();
+            }
+        }
+        let changes = agent.leases.expire(later(now, Duration::from_secs(700)));
+        write(&mut agent.disk, &changes);
+        let lease = agent.leases.pods.get(&attachment("c1"));
+        let last = operations.len() - 1;
+        if operations[last] {
+            let state = lease.map(|lease| &lease.state);
+            let own = |state: &LeaseState| matches!(state, LeaseState::Confirmed { interface: behind, .. }
+                if *behind == interface(u32::try_from(last).unwrap()));
+            prop_assert!(state.is_some_and(own), "{:?}", lease);
+        } else {
+            prop_assert_eq!(lease, None);
+        }
+    }
 }

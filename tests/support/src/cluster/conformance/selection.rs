@@ -86,6 +86,7 @@ pub(super) fn specs(list: &str) -> BTreeSet<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::binaries::Binaries;
 
     const LIST: &str = "The following spec names can be used with 'ginkgo run --focus/skip':\n    \
         ../dns.go:54: [sig-network] DNS should provide DNS: for the cluster [Conformance]\n    \
@@ -150,8 +151,9 @@ mod tests {
     fn the_list_in_the_tree_can_be_read() {
         let list: Vec<LeftOut> = serde_saphyr::from_str(include_str!("../../../../conformance/left-out.yaml")).unwrap();
         assert!(!list.is_empty());
-        for LeftOut { pattern, reason, .. } in list {
+        for LeftOut { pattern, reason, release } in list {
             assert!(Regex::new(&pattern).is_ok() && !reason.trim().is_empty(), "{pattern}");
+            assert!(release.is_none_or(|release| Binaries::new(&release).is_ok()), "{pattern}");
             // What has to be in the run.
             for name in
                 ["Networking Granular Checks: Pods should function for intra-pod communication: http", "NoSNAT Should"]

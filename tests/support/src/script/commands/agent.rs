@@ -113,7 +113,7 @@ pub(super) async fn confirm(world: &World, arguments: &[&str]) -> Outcome {
             host_ifindex: FIRST_HOST_IFINDEX.saturating_add(u32::try_from(position).unwrap_or(u32::MAX)),
             mac: "02:00:00:00:00:01".to_owned(),
         }),
-        began: None,
+        began: Some(world.moment(node)?),
     };
     world.agent(node)?.confirm(request).await.map_err(refused)?;
     Ok(silent())
