@@ -275,6 +275,9 @@ fn a_del_that_overtakes_its_add_makes_that_add_fail_and_no_later_one() {
     assert_eq!((error.reason(), error.class()), ("overtaken-by-del", ErrorClass::Permanent));
     assert!(agent.add(begun(moment(BOOT, 10)), at(12)).is_err());
     assert_eq!(agent.usage().used, 0);
+    // An earlier DEL that had waited makes it no older.
+    agent.del_begun(moment(BOOT, 8), at(12));
+    assert!(agent.add(begun(moment(BOOT, 9)), at(12)).is_err());
     // The runtime attaches the container again, knowing of its DEL, while that waits for an agent.
     assert!(agent.add(begun(moment(BOOT, 11)), at(13)).is_ok());
     assert!(!agent.disk.contains_key(&RecordKey::Tombstone(attachment("c1"))));
