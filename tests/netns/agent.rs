@@ -5,9 +5,9 @@
 
 use cistern::api::server::{self, AgentApi, Failure, IpamQuery};
 use cistern::api::types::{
-    AddRequest, AddResponse, AddressExplanation, AttachmentKey, CheckRequest, CheckResponse, ConfirmRequest,
-    DelRequest, DelResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health,
-    IpReport, IpamResponse, NodeReply, Status,
+    AddRequest, AddResponse, AddressExplanation, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
+    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, IpReport, IpamResponse,
+    NodeReply, Status,
 };
 use cistern::clock::{self, Clock};
 use cistern::controllers::endpoint::{self, Endpoints, LeaseStore, Parts};
@@ -113,10 +113,7 @@ impl AgentApi for Answers {
     async fn gc(&self, request: GcRequest) -> Result<GcResponse, Failure> {
         let valid = request.valid.into_iter().map(|del| attachment(del.container_id, del.ifname)).collect();
         let ended = self.endpoints.collect(request.network, valid).await.unwrap();
-        let released = ended
-            .into_iter()
-            .map(|lease| AttachmentKey { container_id: lease.attachment.container_id, ifname: lease.attachment.ifname })
-            .collect();
+        let released = ended.into_iter().map(|lease| lease.attachment).collect();
         Ok(GcResponse { released })
     }
 

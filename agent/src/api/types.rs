@@ -1,7 +1,7 @@
 //! Requests and answers of the agent API.
 
 pub use cistern_core::ipam::explain::{AddressExplanation, NodeExplanation};
-pub use cistern_core::ipam::lease::{Behind, Interface};
+pub use cistern_core::ipam::lease::{Attachment, Behind, Interface};
 pub use cistern_core::moment::Moment;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, Ipv4Addr};
@@ -103,29 +103,20 @@ pub struct DelResponse {
     pub released: Option<Ipv4Addr>,
 }
 
-/// What a lease is known by.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AttachmentKey {
-    /// `CNI_CONTAINERID`
-    pub container_id: String,
-    /// `CNI_IFNAME`
-    pub ifname: String,
-}
-
 /// `POST /v1/cni/gc`: ends every lease of a network that is not in the list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GcRequest {
     /// `name` of the configuration.
     pub network: String,
     /// What is still attached, by the runtime's word.
-    pub valid: Vec<AttachmentKey>,
+    pub valid: Vec<Attachment>,
 }
 
 /// Answer to [`GcRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GcResponse {
     /// What was ended.
-    pub released: Vec<AttachmentKey>,
+    pub released: Vec<Attachment>,
 }
 
 /// `POST /v1/cni/check`: what the agent holds for this key. 404 with reason `no-lease` when it holds nothing.

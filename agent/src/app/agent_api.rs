@@ -4,9 +4,9 @@ use super::metrics;
 use super::node_status::NodeStatus;
 use crate::api::server::{AgentApi, Failure, IpamQuery};
 use crate::api::types::{
-    AddRequest, AddResponse, AddressExplanation, AddressPair, AttachmentKey, CheckRequest, CheckResponse,
-    ConfirmRequest, DelRequest, DelResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest,
-    GcResponse, Health, HostAddressing, HostFamily, IpReport, IpamAddress, IpamResponse, NodeReply, Status,
+    AddRequest, AddResponse, AddressExplanation, AddressPair, CheckRequest, CheckResponse, ConfirmRequest, DelRequest,
+    DelResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, HostAddressing,
+    HostFamily, IpReport, IpamAddress, IpamResponse, NodeReply, Status,
 };
 use crate::clock::{self, Clock};
 use crate::controllers::endpoint::{self, EndpointError, Endpoints};
@@ -193,10 +193,7 @@ impl AgentApi for Answers {
         for lease in &ended {
             told_back(lease, "address given back: the runtime no longer knows its holder");
         }
-        let released = ended
-            .into_iter()
-            .map(|lease| AttachmentKey { container_id: lease.attachment.container_id, ifname: lease.attachment.ifname })
-            .collect();
+        let released = ended.into_iter().map(|lease| lease.attachment).collect();
         Ok(GcResponse { released })
     }
 

@@ -4,8 +4,8 @@ use super::deletion_queue::{DeletionQueue, QUEUE_DIR, QueuedDel};
 use super::interface::{self, Ends, Made, Pair, mac_text, parse_mac};
 use crate::api::client::{Client, ClientError};
 use crate::api::types::{
-    AddRequest, AddResponse, AttachmentKey, Behind, CheckRequest, CheckResponse, ConfirmRequest, DelRequest,
-    DelResponse, GcRequest, GcResponse, Interface, Moment, PodRef, SOCKET_PATH,
+    AddRequest, AddResponse, Behind, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse, GcRequest,
+    GcResponse, Interface, Moment, PodRef, SOCKET_PATH,
 };
 use crate::clock;
 use crate::netlink::NetlinkError;
@@ -195,7 +195,7 @@ fn gc(conf: &NetConf) -> Result<(), Failure> {
     let valid = conf
         .valid()?
         .iter()
-        .map(|attachment| AttachmentKey {
+        .map(|attachment| crate::api::types::Attachment {
             container_id: attachment.container_id.clone(),
             ifname: attachment.ifname.clone(),
         })

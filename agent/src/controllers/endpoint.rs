@@ -343,16 +343,13 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
     task.network_changed();
     loop {
         let deadline = task.next_wake();
+        let mut asked = None;
         tokio::select! {
             // Commands first: a pool that changes at the same time is seen by the next one.
             biased;
             () = cancel.cancelled() => break,
             command = receiver.recv() => match command {
-                Some(command) => {
-                    // A lease that has ended meanwhile ends there: with all that has to follow.
-                    task.due();
-                    task.serve(command);
-                }
+                Some(command) => asked = Some(command),
                 None => break,
             },
             () = task.parts.pool.changed() => task.network_changed(),
@@ -362,8 +359,12 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
             () = task.parts.nodes.changed() => task.network_changed(),
             () = tokio::time::sleep(deadline) => {}
         }
-        // Whatever woke it: what asks again and again must not keep it from what is due.
+        // Whatever woke it: what asks again and again must not keep it from what is due, and a lease that has ended meanwhile
+        // ends here, with all that has to follow.
         task.due();
+        if let Some(command) = asked {
+            task.serve(command);
+        }
     }
     receiver.close();
     while let Some(command) = receiver.recv().await {
@@ -412,18 +413,12 @@ impl Task {
     fn due(&mut self) {
         let now = self.parts.clock.now();
         if self.retry.into_iter().chain(self.leases.next_deadline()).any(|at| at <= now) {
-            self.tick();
+            let ended = self.leases.expire(now);
+            self.owed.extend(ended);
             // What a device leads to is excluded when no record names it: that may just have come to be.
             self.network_changed();
         }
         self.audit();
-    }
-
-    fn tick(&mut self) {
-        let changes = self.leases.expire(self.parts.clock.now());
-        self.owed.extend(changes);
-        self.flush();
-        self.publish();
     }
 
     fn network_changed(&mut self) {
@@ -450,7 +445,10 @@ impl Task {
             tracing::warn!(reason = %finding, "finding about pod leases");
         }
         self.owed.extend(changes);
-        self.tick();
+        let changes = self.leases.expire(self.parts.clock.now());
+        self.owed.extend(changes);
+        self.flush();
+        self.publish();
     }
 
     /// What the node was given to hand out, as the tables say now.

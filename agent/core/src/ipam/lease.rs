@@ -1284,9 +1284,7 @@ impl Leases {
         now: Timestamp,
     ) -> Outcome<Result<PodLease, ConfirmError>> {
         let mut changes = self.expire(now);
-        if let Some(lease) = self.pods.get(attachment).filter(|lease| self.asked_since(lease, began)) {
-            return Outcome { answer: Ok(lease.clone()), changes };
-        }
+        let asked_since = self.pods.get(attachment).is_some_and(|lease| self.asked_since(lease, began));
         let answer = match self.pods.get_mut(attachment) {
             None => Err(ConfirmError::NoLease { attachment: attachment.clone() }),
             Some(lease) if lease.generation != generation => Err(ConfirmError::OtherGeneration {
@@ -1294,6 +1292,7 @@ impl Leases {
                 presented: generation,
                 current: lease.generation,
             }),
+            Some(lease) if asked_since => Ok(lease.clone()),
             Some(lease) => {
                 let same =
                     matches!(&lease.state, LeaseState::Confirmed { interface: known, .. } if *known == interface);

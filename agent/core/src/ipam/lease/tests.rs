@@ -241,9 +241,16 @@ fn an_add_that_asked_again_and_was_never_finished_ends_by_itself_as_any_other() 
 fn an_add_that_comes_late_does_not_make_its_lease_older() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     agent.add(begun(moment(BOOT, 21)), at(22)).unwrap();
-    agent.add(begun(moment(BOOT, 10)), at(23)).unwrap();
+    let late = agent.add(begun(moment(BOOT, 10)), at(23)).unwrap().lease;
     agent.add(request("c1", "u1"), at(24)).unwrap();
     assert_eq!(agent.del_begun(moment(BOOT, 20), at(25)), None);
+    let mut confirm = |generation| {
+        let began = moment(BOOT, 10);
+        agent.leases.confirm(&late.attachment, generation, interface(7), Some(&began), at(26)).answer
+    };
+    assert!(matches!(confirm(late.generation).unwrap().state, LeaseState::Provisional { .. }), "it is not its lease");
+    let other = confirm(late.generation - 1);
+    assert!(matches!(other, Err(ConfirmError::OtherGeneration { .. })), "its lease has ended: it has no address");
     assert_eq!(agent.usage().used, 1);
 }
 
