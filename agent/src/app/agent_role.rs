@@ -187,7 +187,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
                 nodes: nodes.reader(),
                 network: network.reader(),
                 router: router.reader(),
-                pool: pool.reader(),
+                pool: remembered.reader(),
             },
             Arc::clone(&own_node),
             waits.clone(),
@@ -277,7 +277,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     }
     if settings.annotate_k8s_node {
         let annotations = Arc::new(Table::new("node-annotations"));
-        let follow = node::annotate(name.clone(), router.reader(), pool.reader(), Arc::clone(&annotations));
+        let follow = node::annotate(name.clone(), router.reader(), remembered.reader(), Arc::clone(&annotations));
         tasks.spawn_loop("annotate Node", until(token.clone(), follow));
         let target = super::targets::target(Annotations::new(client.clone(), nodes.reader()));
         tasks.spawn_loop("write annotations", reconcile.run("Node annotations", target, annotations.reader()));

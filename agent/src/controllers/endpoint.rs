@@ -308,6 +308,8 @@ struct Task {
     links: BTreeMap<String, HostLink>,
     /// The pod CIDR, and whether it is being left.
     pool: Option<(Ipv4Net, bool)>,
+    /// A restarted agent would have this pod CIDR, too.
+    on_disk: bool,
     parts: Parts,
 }
 
@@ -329,8 +331,8 @@ async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: Ca
         tracing::warn!(reason = %finding, "finding about pod leases");
     }
     let (audit, links) = (Audit::default(), BTreeMap::new());
-    let mut task =
-        Task { leases, owed: Owed::default(), retry: None, audit, next_audit: now, links, pool: None, parts };
+    let (owed, retry, next_audit, pool, on_disk) = (Owed::default(), None, now, None, false);
+    let mut task = Task { leases, owed, retry, audit, next_audit, links, pool, on_disk, parts };
     task.owed.extend(changes);
     if task.parts.rebooted {
         let there = |netns: &str| (task.parts.namespace)(netns) == Namespace::There;
@@ -428,12 +430,13 @@ impl Task {
         let pool = self.parts.pool.snapshot();
         let pool = pool.rows.get(&());
         let remembered = self.parts.remembered.snapshot().rows.get(&()).map(|row| row.pod_cidr);
+        self.on_disk = pool.is_none_or(|row| remembered == Some(row.pod_cidr));
         let not_yet = pool.and_then(|row| {
             let block = row.pod_cidr;
             if row.leaving {
                 Some(format!("{block} is being left for another pod CIDR"))
             } else {
-                (remembered != Some(block)).then(|| format!("{block} is not on disk yet"))
+                (!self.on_disk).then(|| format!("{block} is not on disk yet"))
             }
         });
         let blocked = pool.and_then(|row| row.blocked.clone()).or(not_yet);
@@ -712,8 +715,11 @@ impl Task {
 
     /// Publishes what others follow.
     fn publish(&self) {
-        let router = self.leases.router().ipv4.map(|address| (address, ())).into_iter().collect();
-        self.parts.router.publish(router);
+        // Others would write down an address that a restart may undo; until then the former one stays.
+        if self.on_disk {
+            let router = self.leases.router().ipv4.map(|address| (address, ())).into_iter().collect();
+            self.parts.router.publish(router);
+        }
         // Nothing is taken out of the datapath before it is known which pods there are without a record.
         if !self.parts.network.peek().synced {
             return;
@@ -785,6 +791,7 @@ mod tests {
         remembered: Arc<Table<(), PoolRow>>,
         network: Arc<Table<(), NetworkRow>>,
         held: Arc<Table<(), HeldRow>>,
+        router: Arc<Table<Ipv4Addr, ()>>,
     }
 
     const NET: &str = "10.33.0.0/26";
@@ -818,6 +825,7 @@ mod tests {
             network.publish(BTreeMap::from([((), NetworkRow::default())]));
             let (peers, nodes) = (Table::new("peers"), Table::new("nodes"));
             let held = Arc::new(Table::new("held"));
+            let router = Arc::new(Table::new("router"));
             let mut drawn = 7;
             let parts = Parts {
                 node: "a".into(),
@@ -840,7 +848,7 @@ mod tests {
                 network: network.reader(),
                 peers: peers.reader(),
                 nodes: nodes.reader(),
-                router: Arc::new(Table::new("router")),
+                router: Arc::clone(&router),
                 endpoints: Arc::new(Table::new("endpoints")),
                 held: Arc::clone(&held),
                 waits: Waits::new(clock),
@@ -854,7 +862,7 @@ mod tests {
                 task.await;
                 drop((peers, nodes));
             });
-            Self { ask, pool, remembered, network, held }
+            Self { ask, pool, remembered, network, held, router }
         }
 
         async fn remember(&self) {
@@ -875,6 +883,10 @@ mod tests {
                 }
             }
             None
+        }
+
+        fn router(&self) -> Option<Ipv4Addr> {
+            self.router.snapshot().rows.keys().next().copied()
         }
 
         fn held(&self) -> HeldRow {
@@ -910,6 +922,22 @@ mod tests {
         assert_eq!((rig.held().leaving, rig.take().await), (true, None));
         let request = OwnerRequest { owner: "ns/x".into(), pool: None, family: None, expiration: None };
         assert!(rig.ask.allocate(request).await.unwrap_err().to_string().contains("being left"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nobody_hears_of_a_router_address_of_a_pod_cidr_that_is_not_on_disk() {
+        let rig = Rig::start();
+        rig.settle().await;
+        assert_eq!(rig.router(), None);
+        rig.remember().await;
+        let first = rig.router().unwrap();
+        let next = PoolRow::new("10.33.0.64/26".parse().unwrap());
+        rig.pool.publish(BTreeMap::from([((), next.clone())]));
+        rig.settle().await;
+        assert_eq!(rig.router(), Some(first));
+        rig.remembered.publish(BTreeMap::from([((), next.clone())]));
+        rig.settle().await;
+        assert!(rig.router().is_some_and(|router| next.pod_cidr.contains(&router)), "{:?}", rig.router());
     }
 
     // An ADD was killed when it had made the pair and the route; nothing changes on the node since.

@@ -22,7 +22,7 @@ pub struct Inputs {
     pub network: Reader<(), NetworkRow>,
     /// The router address.
     pub router: Reader<Ipv4Addr, ()>,
-    /// Where this node's pods get their addresses from.
+    /// Where this node's pods get their addresses from, as it is on disk: what a crash would undo is not told.
     pub pool: Reader<(), PoolRow>,
 }
 
@@ -59,7 +59,7 @@ pub async fn run(inputs: Inputs, desired: Arc<Table<String, OwnCiliumNode>>, wai
     }
 }
 
-/// Follows pool and router address, and publishes the annotations that the Node shall carry.
+/// Follows the pool that is on disk and the router address, and publishes the annotations that the Node shall carry.
 pub async fn annotate(
     node: String,
     mut router: Reader<Ipv4Addr, ()>,
