@@ -1,11 +1,15 @@
 //! What goes wrong in a cluster.
 
-use crate::rig::{LONG, NAMESPACE, Rig, SYSTEM, items, text};
+use crate::rig::{LONG, NAMESPACE, Rig, SYSTEM, text};
 use crate::traffic::Traffic;
 use anyhow::{Context, Result, ensure};
 use cistern_tests::cluster::{Daemon, wait_for};
+use kube::api::ListParams;
 use serde_json::Value;
 use std::time::Duration;
+
+/// Where the API server has the nodes as Cistern describes them.
+const CILIUM_NODES: &str = "/apis/cilium.io/v2/ciliumnodes";
 
 pub(crate) fn agent_deleted() -> Result<()> {
     let rig = Rig::new()?;
@@ -45,8 +49,8 @@ pub(crate) fn agent_away() -> Result<()> {
     let mut told = String::new();
     wait_for("an event that tells what the pod waits for", || {
         let of = "involvedObject.name=late,reason=FailedCreatePodSandBox";
-        let events = rig.cluster.kubectl_json(&["--namespace", NAMESPACE, "get", "events", "--field-selector", of])?;
-        told = items(&events).map(|event| text(event, "/message").to_owned()).collect();
+        let events = rig.list(NAMESPACE, "events", &ListParams::default().fields(of))?;
+        told = events.iter().map(|event| text(event, "/message").to_owned()).collect();
         Ok(!told.is_empty())
     })?;
     ensure!(told.contains("agent"), "kubelet tells: {told}");
@@ -120,8 +124,8 @@ pub(crate) fn reboot() -> Result<()> {
 
 /// How often each container of the web pods of a node was started again.
 fn restarts(rig: &Rig, node: &str) -> Result<Vec<u64>> {
-    let list = rig.cluster.kubectl_json(&["--namespace", NAMESPACE, "get", "pods", "--selector", "app=web"])?;
-    let on_node = items(&list).filter(|pod| text(pod, "/spec/nodeName") == node);
+    let list = rig.list(NAMESPACE, "pods", &ListParams::default().labels("app=web"))?;
+    let on_node = list.iter().filter(|pod| text(pod, "/spec/nodeName") == node);
     Ok(on_node
         .map(|pod| pod.pointer("/status/containerStatuses/0/restartCount").and_then(Value::as_u64).unwrap_or(0))
         .collect())
@@ -129,26 +133,21 @@ fn restarts(rig: &Rig, node: &str) -> Result<Vec<u64>> {
 
 /// Who leads the operators.
 pub(crate) fn leader(rig: &Rig) -> Result<String> {
-    rig.system(&["get", "lease/cistern-operator", "--output", "jsonpath={.spec.holderIdentity}"])
+    let lease = rig.cluster.get(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/cistern-operator"))?;
+    Ok(text(&serde_json::from_str(&lease)?, "/spec/holderIdentity").to_owned())
 }
 
 pub(crate) fn leader_killed() -> Result<()> {
     let rig = Rig::new()?;
     let first = leader(&rig)?;
-    let list = rig.cluster.kubectl_json(&[
-        "--namespace",
-        SYSTEM,
-        "get",
-        "pods",
-        "--selector",
-        "app.kubernetes.io/name=cistern-operator",
-    ])?;
-    let pod = items(&list).find(|pod| {
+    let operators = ListParams::default().labels("app.kubernetes.io/name=cistern-operator");
+    let list = rig.list(SYSTEM, "pods", &operators)?;
+    let pod = list.iter().find(|pod| {
         [text(pod, "/metadata/name"), text(pod, "/spec/nodeName")].iter().any(|name| {
             first == **name || first.starts_with(&format!("{name}-")) || first.starts_with(&format!("{name}_"))
         })
     });
-    let pod = text(pod.with_context(|| format!("the leader {first:?} is no operator of {list:#}"))?, "/metadata/name");
+    let pod = text(pod.with_context(|| format!("the leader {first:?} is no operator of {list:#?}"))?, "/metadata/name");
     rig.system(&["delete", "pod", pod, "--grace-period=0", "--force", LONG])?;
     wait_for("another leader", || {
         let now = leader(&rig)?;
@@ -162,15 +161,18 @@ pub(crate) fn node_deleted() -> Result<()> {
     rig.web()?;
     let node = rig.cluster.machine("node-2")?;
     let others = rig.cluster.blocks("node-1")?;
+    let of_its_name = ListParams::default().fields("metadata.name=node-2");
     node.kill(Daemon::Kubelet)?;
     rig.cluster.kubectl(&["delete", "node/node-2", LONG])?;
     wait_for("its CiliumNode to be gone", || {
-        Ok(rig.cluster.kubectl(&["get", "ciliumnode/node-2", "--ignore-not-found", "--output", "name"])?.is_empty())
+        let left = rig.cluster.list(CILIUM_NODES, &of_its_name)?;
+        Ok(left.is_empty())
     })?;
     rig.cluster.start("node-2", Daemon::Kubelet)?;
     wait_for("the node to be there again", || {
-        let names = rig.cluster.kubectl(&["get", "nodes,ciliumnodes", "--output", "name"])?;
-        Ok(names.lines().filter(|name| name.ends_with("/node-2")).count() == 2)
+        let (nodes, cilium_nodes) =
+            (rig.cluster.list("/api/v1/nodes", &of_its_name)?, rig.cluster.list(CILIUM_NODES, &of_its_name)?);
+        Ok(nodes.len() == 1 && cilium_nodes.len() == 1)
     })?;
     rig.cluster.wait_ready()?;
     rig.agents_are_ready()?;

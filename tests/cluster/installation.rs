@@ -1,10 +1,11 @@
 //! Helm: another version and back, off, on again, in another mode.
 
-use crate::rig::{LONG, Rig, SYSTEM, image};
+use crate::rig::{LONG, Rig, SYSTEM, image, text};
 use crate::traffic::Traffic;
 use crate::{faults, network};
 use anyhow::{Context, Result, ensure};
 use cistern_tests::cluster::{self, Ipam, Machine, wait_for};
+use serde_json::Value;
 use std::net::Ipv4Addr;
 use std::path::Path;
 
@@ -142,9 +143,9 @@ pub(crate) fn kubernetes_mode() -> Result<()> {
         wait_for("the mirrored block", || {
             Ok(rig.cluster.blocks(&node)?.iter().map(ToString::to_string).eq([given.as_str()]))
         })?;
-        let annotation = r"jsonpath={.metadata.annotations.network\.cilium\.io/ipv4-pod-cidr}";
         wait_for("the annotation of the Node", || {
-            Ok(rig.cluster.kubectl(&["get", "node", &node, "--output", annotation])? == given)
+            let node: Value = serde_json::from_str(&rig.cluster.get(&format!("/api/v1/nodes/{node}"))?)?;
+            Ok(text(&node, "/metadata/annotations/network.cilium.io~1ipv4-pod-cidr") == given)
         })?;
     }
     network::every_pod_reaches_every_pod(&rig, &pods)?;

@@ -1,10 +1,11 @@
 //! What a cluster's network is for.
 
-use crate::rig::{LONG, NAMESPACE, PROBE, Pod, Rig, WEB_NODE_PORT, WEB_SERVICE, answer, items, text};
+use crate::rig::{LONG, NAMESPACE, PROBE, Pod, Rig, WEB_NODE_PORT, WEB_SERVICE, answer, text};
 use crate::traffic::{self, PORT};
 use anyhow::{Context, Result, ensure};
 use cistern_tests::cluster::{KUBERNETES_SERVICE, OUTSIDE, wait_for};
 use cistern_tests::probe::{Answer, HttpAnswer};
+use kube::api::ListParams;
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
 
@@ -23,8 +24,8 @@ pub(crate) fn addresses() -> Result<()> {
 fn nodes_say_that_they_are_ready(rig: &Rig) -> Result<()> {
     // The condition follows the agent's state some seconds later.
     wait_for("cistern.io/Ready on every node", || {
-        let nodes = rig.cluster.kubectl_json(&["get", "nodes"])?;
-        Ok(items(&nodes).all(|node| {
+        let nodes = rig.cluster.list("/api/v1/nodes", &ListParams::default())?;
+        Ok(nodes.iter().all(|node| {
             let conditions = node.pointer("/status/conditions").and_then(|all| all.as_array()).into_iter().flatten();
             let ours = conditions.filter(|one| text(one, "/type") == "cistern.io/Ready");
             ours.map(|one| text(one, "/status")).eq(["True"])
@@ -130,8 +131,7 @@ pub(crate) fn many_pods() -> Result<()> {
     rig.addresses_agree()?;
     rig.kubectl(&["delete", "deployment/many", "--cascade=foreground", LONG])?;
     wait_for("the pods to be gone", || {
-        let left = rig.cluster.kubectl(&["--namespace", NAMESPACE, "get", "pods", "-l", "app=many", "-o", "name"])?;
-        Ok(left.is_empty())
+        Ok(rig.list(NAMESPACE, "pods", &ListParams::default().labels("app=many"))?.is_empty())
     })
     .context("after the Deployment was deleted")?;
     rig.addresses_agree()

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use cistern_tests::cluster::{self, Cluster, Ipam, Machine, Spec, wait_for};
+use kube::api::ListParams;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -106,6 +107,11 @@ impl Rig {
         self.cluster.kubectl(&[&["--namespace", SYSTEM], arguments].concat())
     }
 
+    /// Objects of Kubernetes' first group in a namespace.
+    pub(crate) fn list(&self, namespace: &str, kind: &str, params: &ListParams) -> Result<Vec<Value>> {
+        self.cluster.list(&format!("/api/v1/namespaces/{namespace}/{kind}"), params)
+    }
+
     /// Waits until every agent is ready.
     pub(crate) fn agents_are_ready(&self) -> Result<()> {
         self.system(&["rollout", "status", "daemonset/cistern", LONG]).map(drop)
@@ -132,9 +138,9 @@ impl Rig {
 
     /// The pods with a label that run and are not about to end, by node and name.
     pub(crate) fn pods(&self, label: &str) -> Result<Vec<Pod>> {
-        let list = self.cluster.kubectl_json(&["--namespace", NAMESPACE, "get", "pods", "--selector", label])?;
+        let list = self.list(NAMESPACE, "pods", &ListParams::default().labels(label))?;
         let mut pods = Vec::new();
-        for pod in items(&list).filter(|pod| pod.pointer("/metadata/deletionTimestamp").is_none()) {
+        for pod in list.iter().filter(|pod| pod.pointer("/metadata/deletionTimestamp").is_none()) {
             let ready = pod.pointer("/status/containerStatuses/0/ready") == Some(&Value::Bool(true));
             let address = text(pod, "/status/podIP").parse();
             let (true, Ok(address)) = (ready, address) else { continue };
@@ -167,9 +173,9 @@ impl Rig {
 
     /// The name of a node's agent.
     pub(crate) fn agent(&self, node: &str) -> Result<String> {
-        let on_node = format!("spec.nodeName={node}");
-        let selector = ["--selector", "app.kubernetes.io/name=cistern-agent", "--field-selector", &on_node];
-        self.system(&[&["get", "pods", "--output", "jsonpath={.items[0].metadata.name}"], &selector[..]].concat())
+        let on_node = ListParams::default().labels("app.kubernetes.io/name=cistern-agent");
+        let agents = self.list(SYSTEM, "pods", &on_node.fields(&format!("spec.nodeName={node}")))?;
+        Ok(text(agents.first().with_context(|| format!("no agent is on {node}"))?, "/metadata/name").to_owned())
     }
 
     /// What `cistern …` says on a node.
@@ -181,9 +187,9 @@ impl Rig {
 
     /// Every pod with an address of its own: its node, its name with namespace, its address.
     fn addresses(&self) -> Result<BTreeMap<String, BTreeSet<(String, Ipv4Addr)>>> {
-        let list = self.cluster.kubectl_json(&["get", "pods", "--all-namespaces"])?;
+        let list = self.cluster.list("/api/v1/pods", &ListParams::default())?;
         let mut nodes: BTreeMap<String, BTreeSet<(String, Ipv4Addr)>> = BTreeMap::new();
-        for pod in items(&list).filter(|pod| pod.pointer("/spec/hostNetwork") != Some(&Value::Bool(true))) {
+        for pod in list.iter().filter(|pod| pod.pointer("/spec/hostNetwork") != Some(&Value::Bool(true))) {
             let name = format!("{}/{}", text(pod, "/metadata/namespace"), text(pod, "/metadata/name"));
             if let Ok(address) = text(pod, "/status/podIP").parse() {
                 nodes.entry(text(pod, "/spec/nodeName").to_owned()).or_default().insert((name, address));
@@ -232,11 +238,6 @@ impl Rig {
 /// Where `cargo xtask image` puts it.
 pub(crate) fn image() -> PathBuf {
     Path::new(PROBE).ancestors().nth(2).unwrap_or(Path::new("/")).join("image/cistern.tar")
-}
-
-/// What a list holds.
-pub(crate) fn items(list: &Value) -> impl Iterator<Item = &Value> {
-    list.get("items").and_then(Value::as_array).into_iter().flatten()
 }
 
 /// Text in an object; empty where there is none.

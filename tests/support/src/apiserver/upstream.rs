@@ -167,6 +167,11 @@ fn path(resource: &Resource, place: &Place) -> String {
     path
 }
 
+/// The version of an object; 0 where it has none.
+fn version(object: &Value) -> u64 {
+    tree::text(object, "/metadata/resourceVersion").parse().unwrap_or_default()
+}
+
 /// What the real server has answered.
 #[derive(Clone, Debug)]
 pub(super) struct Told {
@@ -412,27 +417,29 @@ impl Upstream {
             return Ok((Told { code, text, changed: false }, None));
         }
         let _one = self.writing.lock().await;
-        let before = if ask.place.name.is_empty() { None } else { self.look(ask).await? };
+        // A write that names the version which it changes has changed that one, if it is done: nobody has to look before.
+        let named = version(&serde_json::from_slice(&ask.body).unwrap_or_default());
+        let look = named == 0 && !ask.place.name.is_empty();
+        let before = if look { self.look(ask).await? } else { None };
         let (code, text) = told(self.send(ask).await?).await?;
         if !(200..300).contains(&code) {
             return Ok((Told { code, text, changed: false }, None));
         }
         let after: Value = serde_json::from_str(&text).unwrap_or_default();
-        let version = |object: &Value| tree::text(object, "/metadata/resourceVersion").parse().unwrap_or(0_u64);
-        let known = before.as_ref().map(version).unwrap_or_default();
+        let known = before.as_ref().map_or(named, version);
         let deleted = ask.verb == Verb::Delete && tree::text(&after, "/kind") == "Status";
-        let (object, version) = match before {
+        let (object, now) = match before {
             // The answer to a delete does not say at which version: it is a later one.
             Some(before) if deleted => (before, known + 1),
             _ => (after.clone(), version(&after)),
         };
-        let changed = version != known;
+        let changed = now != known;
         let written = Written {
             storage: ask.resource.storage.clone(),
             namespace: tree::text(&object, "/metadata/namespace").to_owned(),
             name: tree::text(&object, "/metadata/name").to_owned(),
             object,
-            version,
+            version: now,
             deleted,
         };
         Ok((Told { code, text, changed }, changed.then_some(written)))

@@ -3,6 +3,7 @@
 
 use super::binaries::Binaries;
 use super::install;
+use super::question;
 use super::pki::{Authority, Subject, kubeconfig};
 use crate::apiserver::{Account, Database, Upstream};
 use crate::lab::output;
@@ -116,8 +117,7 @@ impl ControlPlane {
 
     fn wait(&self) -> Result<()> {
         let ready = super::wait_for("kube-apiserver to be ready", || {
-            let ready = self.kubectl(&["get", "--raw", "/readyz"]).is_ok();
-            Ok(ready && self.kubectl(&["get", "namespace", NAMESPACE]).is_ok())
+            Ok(self.get("/readyz").is_ok() && self.get(&format!("/api/v1/namespaces/{NAMESPACE}")).is_ok())
         });
         ready.with_context(|| self.last_words(KUBE_APISERVER))
     }
@@ -190,8 +190,13 @@ impl ControlPlane {
     /// # Errors
     /// When it does not answer.
     pub fn version(&self) -> Result<String> {
-        let version: serde_json::Value = serde_json::from_str(&self.kubectl(&["get", "--raw", "/version"])?)?;
+        let version: serde_json::Value = serde_json::from_str(&self.get("/version")?)?;
         Ok(version.get("gitVersion").and_then(serde_json::Value::as_str).unwrap_or_default().to_owned())
+    }
+
+    /// What kube-apiserver answers at a path, to the administrator.
+    fn get(&self, path: &str) -> Result<String> {
+        question::text(&self.path("admin.conf"), None, path)
     }
 
     fn kubectl(&self, arguments: &[&str]) -> Result<String> {

@@ -137,9 +137,9 @@ pub(super) fn wait_ready(cluster: &Cluster) -> Result<()> {
 }
 
 /// Each registered node and whether it is Ready.
-pub(super) fn conditions(nodes: &Value) -> Vec<(String, bool)> {
-    let items = nodes.get("items").and_then(Value::as_array).into_iter().flatten();
-    items
+pub(super) fn conditions(nodes: &[Value]) -> Vec<(String, bool)> {
+    nodes
+        .iter()
         .filter_map(|node| {
             let name = node.pointer("/metadata/name")?.as_str()?.to_owned();
             let conditions = node.pointer("/status/conditions").and_then(Value::as_array).into_iter().flatten();
@@ -161,11 +161,11 @@ mod tests {
     fn a_node_is_ready_when_its_condition_says_so() {
         let ready =
             |status: &str| json!([{"type": "DiskPressure", "status": "True"}, {"type": "Ready", "status": status}]);
-        let nodes = json!({"items": [
-            {"metadata": {"name": "a"}, "status": {"conditions": ready("True")}},
-            {"metadata": {"name": "b"}, "status": {"conditions": ready("Unknown")}},
-            {"metadata": {"name": "c"}},
-        ]});
+        let nodes = [
+            json!({"metadata": {"name": "a"}, "status": {"conditions": ready("True")}}),
+            json!({"metadata": {"name": "b"}, "status": {"conditions": ready("Unknown")}}),
+            json!({"metadata": {"name": "c"}}),
+        ];
         assert_eq!(conditions(&nodes), [("a".into(), true), ("b".into(), false), ("c".into(), false)]);
     }
 

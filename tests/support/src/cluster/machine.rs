@@ -6,6 +6,7 @@ use super::spec::{GATEWAY, OUTSIDE_GATEWAY, PREFIX_LENGTH, ROUTER_NAME};
 use super::wait_for;
 use crate::lab::{output, set_up};
 use anyhow::{Context, Result, bail, ensure};
+use cistern::netlink::namespace::Namespace;
 use nix::unistd::Pid;
 use serde_json::Value;
 use std::fs;
@@ -86,6 +87,14 @@ impl Machine {
         let holder = cgroup::daemon_processes(&self.name, HOLDER)?;
         let process = holder.first().with_context(|| format!("{} is switched off", self.name))?;
         Ok(u32::try_from(process.as_raw())?)
+    }
+
+    /// The machine's network.
+    ///
+    /// # Errors
+    /// When the machine is off.
+    pub(super) fn network(&self) -> Result<Namespace> {
+        Ok(Namespace::open(format!("/proc/{}/ns/net", self.id()?))?)
     }
 
     /// A program on this machine: its network, files and name. The working directory is `/`.

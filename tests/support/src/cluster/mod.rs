@@ -42,6 +42,7 @@ pub mod images;
 mod install;
 mod machine;
 mod pki;
+mod question;
 mod spec;
 mod state;
 mod story;
@@ -59,6 +60,7 @@ use crate::lab::output;
 use anyhow::{Context, Result, bail, ensure};
 use binaries::Binaries;
 use ipnet::Ipv4Net;
+use kube::api::ListParams;
 use serde_json::Value;
 use spec::{CONTROL_NAME, OUTSIDE_NAME, ROUTER_NAME, node_address};
 use state::{Lock, State};
@@ -286,7 +288,7 @@ impl Cluster {
     /// # Errors
     /// When it does not become so.
     pub fn wait_for_api(&self) -> Result<()> {
-        wait_for("the API server to be ready", || Ok(self.kubectl(&["get", "--raw", "/readyz"]).is_ok()))
+        wait_for("the API server to be ready", || Ok(self.get("/readyz").is_ok()))
     }
 
     /// Each registered node and whether it is Ready.
@@ -294,15 +296,15 @@ impl Cluster {
     /// # Errors
     /// When the API server does not answer.
     pub fn node_conditions(&self) -> Result<Vec<(String, bool)>> {
-        Ok(install::conditions(&self.kubectl_json(&["get", "nodes"])?))
+        Ok(install::conditions(&self.list("/api/v1/nodes", &ListParams::default())?))
     }
 
     /// The blocks of a node, as its CiliumNode has them.
     ///
     /// # Errors
-    /// As [`Cluster::kubectl`], and when one is no block.
+    /// When the node has none, the API server does not answer, or one is no block.
     pub fn blocks(&self, node: &str) -> Result<Vec<Ipv4Net>> {
-        let node = self.kubectl_json(&["get", "ciliumnode", node])?;
+        let node: Value = serde_json::from_str(&self.get(&format!("/apis/cilium.io/v2/ciliumnodes/{node}"))?)?;
         let blocks = node.pointer("/spec/ipam/podCIDRs").and_then(Value::as_array).into_iter().flatten();
         blocks.map(|block| Ok(block.as_str().unwrap_or_default().parse()?)).collect()
     }
@@ -327,13 +329,20 @@ impl Cluster {
         output(self.client("kubectl")?.args(arguments), &format!("kubectl {}", arguments.join(" ")))
     }
 
-    /// `kubectl … --output json`.
+    /// What the API server answers at a path such as `/readyz`, to somebody with every right.
     ///
     /// # Errors
-    /// As [`Cluster::kubectl`], and when it prints no JSON.
-    pub fn kubectl_json(&self, arguments: &[&str]) -> Result<Value> {
-        let arguments: Vec<&str> = arguments.iter().copied().chain(["--output", "json"]).collect();
-        Ok(serde_json::from_str(&self.kubectl(&arguments)?)?)
+    /// When it does not answer, or refuses.
+    pub fn get(&self, path: &str) -> Result<String> {
+        question::text(&kubeconfig(), Some(&self.machine(CONTROL_NAME)?.network()?), path)
+    }
+
+    /// The objects of a collection, given by its path such as `/api/v1/nodes`, for somebody with every right.
+    ///
+    /// # Errors
+    /// When the API server does not answer, or refuses.
+    pub fn list(&self, path: &str, params: &ListParams) -> Result<Vec<Value>> {
+        question::list(&kubeconfig(), Some(&self.machine(CONTROL_NAME)?.network()?), path, params)
     }
 
     /// `kubectl apply` of manifests.
@@ -425,15 +434,18 @@ fn say(what: std::fmt::Arguments<'_>) {
     eprintln!("cluster: {what}");
 }
 
-/// Polls until it is so.
+/// Polls until it is so; at most half of the time goes into asking.
 ///
 /// # Errors
 /// When it is not so for very long, and what `is_so` fails with.
 pub fn wait_for(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
-    while !is_so()? {
+    loop {
+        let asked = Instant::now();
+        if is_so()? {
+            return Ok(());
+        }
         ensure!(Instant::now() < deadline, "waited {} s for {what}", PATIENCE.as_secs());
-        std::thread::sleep(Duration::from_millis(50));
+        std::thread::sleep(asked.elapsed().max(Duration::from_millis(50)));
     }
-    Ok(())
 }
