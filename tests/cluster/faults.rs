@@ -133,7 +133,8 @@ fn restarts(rig: &Rig, node: &str) -> Result<Vec<u64>> {
 
 /// Who leads the operators.
 pub(crate) fn leader(rig: &Rig) -> Result<String> {
-    let lease = rig.cluster.get(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/cistern-operator"))?;
+    let lease =
+        rig.cluster.get(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/cistern-operator"))?;
     Ok(text(&serde_json::from_str(&lease)?, "/spec/holderIdentity").to_owned())
 }
 

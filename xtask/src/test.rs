@@ -45,29 +45,26 @@ enum Stage {
         name: &'static str,
         /// Whether it makes namespaces, interfaces or loads programs.
         privileged: bool,
+        /// How many of its tests run for each processor; as many as it likes where that is none.
+        per_processor: Option<usize>,
     },
 }
 
 /// What runs against a real kube-apiserver. It is not run unless it is asked for: with nothing cached it first builds that.
-const SERVERS: Stage = Stage::Target { name: "servers", privileged: false };
+const SERVERS: Stage = Stage::Target { name: "servers", privileged: false, per_processor: None };
 
 /// What runs in a real cluster, with the image of the debug build. It is not run unless it is asked for, either.
-const CLUSTER: Stage = Stage::Target { name: "cluster", privileged: true };
-
-/// Its tests wait for the kernel and for processes most of the time.
-const NETNS: Stage = Stage::Target { name: "netns", privileged: true };
-
-/// How many of them run for each processor.
-const NETNS_PER_PROCESSOR: usize = 2;
+const CLUSTER: Stage = Stage::Target { name: "cluster", privileged: true, per_processor: None };
 
 const STAGES: [Stage; 9] = [
     Stage::Build,
     Stage::Check,
     Stage::Unit,
-    Stage::Target { name: "script", privileged: false },
-    Stage::Target { name: "chart", privileged: false },
-    NETNS,
-    Stage::Target { name: "ebpf", privileged: true },
+    Stage::Target { name: "script", privileged: false, per_processor: None },
+    Stage::Target { name: "chart", privileged: false, per_processor: None },
+    // Its tests wait for the kernel and for processes most of the time.
+    Stage::Target { name: "netns", privileged: true, per_processor: Some(2) },
+    Stage::Target { name: "ebpf", privileged: true, per_processor: None },
     SERVERS,
     CLUSTER,
 ];
@@ -139,6 +136,8 @@ fn stage_run(
             }
         }
         Stage::Unit => {
+            // The other stages' tests, too: one after the other, each would keep a single processor busy.
+            process::run(workspace.cargo().args(["test", "--locked", "--no-run"]))?;
             let mut tests = vec!["--lib".to_owned(), "--bins".to_owned()];
             for name in workspace.metadata()?.tests_of_packages() {
                 tests.extend(["--test".to_owned(), name]);
@@ -149,7 +148,7 @@ fn stage_run(
             documentation.extend(options.filter.clone());
             cargo_test(workspace, options, "unit", &documentation, totals)?;
         }
-        Stage::Target { name, privileged: true } if !missing.is_empty() => {
+        Stage::Target { name, privileged: true, .. } if !missing.is_empty() => {
             let mut list = workspace.cargo();
             list.args(["test", "--locked", "--test", name, "--", "--list", "--format", "terse"]);
             let mut listing = Listing::default();
@@ -166,15 +165,15 @@ fn stage_run(
                 bail!("its tests need {reason}; --unprivileged accepts that they are skipped");
             }
         }
-        Stage::Target { name, .. } => {
+        Stage::Target { name, per_processor, .. } => {
             if stage == CLUSTER {
                 crate::cluster::image(workspace)?;
             }
             let mut arguments = vec!["--test".to_owned(), name.to_owned()];
             arguments.extend(options.filter.clone());
-            if stage == NETNS {
+            if let Some(per_processor) = per_processor {
                 let processors = std::thread::available_parallelism().map_or(1, usize::from);
-                let threads = processors.saturating_mul(NETNS_PER_PROCESSOR);
+                let threads = processors.saturating_mul(per_processor);
                 arguments.extend(["--".to_owned(), format!("--test-threads={threads}")]);
             }
             cargo_test(workspace, options, name, &arguments, totals)?;
