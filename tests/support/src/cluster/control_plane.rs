@@ -227,8 +227,6 @@ impl ControlPlane {
         let log = File::options().create(true).append(true).open(self.path(&format!("{name}.log")))?;
         let mut command = Command::new("sh");
         command.args(["-c", UNTIL_END_OF_INPUT, "sh"]).arg(self.binaries.find(name)?).args(arguments);
-        // A fifth of their time goes into collecting garbage otherwise; memory is not short.
-        command.env("GOGC", "400");
         command.current_dir(self.folder.path()).stdin(Stdio::piped()).stdout(log.try_clone()?).stderr(log);
         command.spawn().with_context(|| format!("start {name}"))
     }
