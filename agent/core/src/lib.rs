@@ -12,11 +12,13 @@
 //! | [`masquerade`] | which packets leave under the node's address |
 //! | [`cni`] | the CNI specification's types, and the steps of ADD, CHECK and DEL |
 //! | [`lease`] | who leads, judged from a Lease object |
+//! | [`format`] | whether a build understands a document that another build wrote |
 //! | [`moment`] | which of two things came first, whatever the clocks say |
 //! | [`uninstall`] | what a request to clean a node and its answer say |
 //! | [`reconcile`] | differences between desired and observed, and when to try again |
 
 pub mod cni;
+pub mod format;
 pub mod ip;
 pub mod ipam;
 pub mod lease;
