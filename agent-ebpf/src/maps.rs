@@ -6,9 +6,9 @@ use cistern_ebpf_common::abi::{
     CounterValue, DeviceKey, DeviceValue, EndpointKey, EndpointValue, EventsValue, ExcludedAddress, ExcludedValue,
     FlowKey, FwdValue, InboundValue, PortWord, RevKey, RevValue, SettingsValue, TriesValue,
 };
-use cistern_ebpf_common::counter::Counter;
 use cistern_ebpf_common::map::{
-    DEVICE_ENTRIES, ENDPOINT_ENTRIES, EXCLUDED_ENTRIES, FWD_ENTRIES, INBOUND_ENTRIES, PORT_WORDS, REV_ENTRIES,
+    COUNTER_ENTRIES, DEVICE_ENTRIES, ENDPOINT_ENTRIES, EXCLUDED_ENTRIES, FWD_ENTRIES, INBOUND_ENTRIES, PORT_WORDS,
+    REV_ENTRIES,
 };
 
 #[btf_map(name = "cst_rev")]
@@ -42,4 +42,4 @@ pub(crate) static TRIES: Array<TriesValue, 1> = Array::new();
 pub(crate) static EVENTS: Array<EventsValue, 1> = Array::new();
 
 #[btf_map(name = "cst_counters")]
-pub(crate) static COUNTERS: PerCpuArray<CounterValue, { Counter::ALL.len() }> = PerCpuArray::new();
+pub(crate) static COUNTERS: PerCpuArray<CounterValue, COUNTER_ENTRIES> = PerCpuArray::new();

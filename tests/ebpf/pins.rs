@@ -7,6 +7,7 @@ use cistern::reconciler::Operations;
 use cistern_core::masquerade::cases::{self, Machine, NODE, POD_A, POD_B, WEB};
 use cistern_core::masquerade::decide::{Content, Direction, Packet, Verdict};
 use cistern_core::masquerade::plan::{DeviceEntry, ExcludedReason};
+use cistern_ebpf_common::counter::Counter;
 use std::net::SocketAddrV4;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -48,6 +49,28 @@ fn a_map_of_flows_of_another_size_is_kept_and_any_other_difference_is_refused() 
         let text = Datapath::open(&root, CAPACITIES).unwrap_err().to_string();
         assert!(text.contains("cst_devices") && text.contains("type Array") && text.contains("expects Hash"), "{text}");
     });
+}
+
+/// An agent of a build that counts fewer kinds of packets, or more, left its map of counters.
+#[test]
+fn a_map_of_counters_of_any_capacity_is_used() {
+    for entries in [3, 28, 512] {
+        isolated(|bpffs| {
+            let root = bpffs.join("cistern");
+            drop(Datapath::open(&root, CAPACITIES).unwrap());
+            let path = Pins::new(&root).map("cst_counters");
+            std::fs::remove_file(&path).unwrap();
+            let path = path.display();
+            run(&format!(
+                "bpftool map create {path} type percpu_array key 4 value 8 entries {entries} name cst_counters"
+            ));
+            let mut kernel = Kernel::new(&root);
+            let (verdict, counters) = kernel.send(Direction::Egress, &udp(41_000));
+            assert_eq!(verdict, Verdict::Source(SocketAddrV4::new(NODE, 41_000)), "{entries} entries");
+            assert_eq!(counters.contains(&"translated".to_owned()), entries > Counter::Translated as u32);
+            assert_eq!(kernel.view.counters().unwrap().len(), Counter::ALL.len(), "what has no slot reads 0");
+        });
+    }
 }
 
 #[test]

@@ -138,6 +138,7 @@ impl Counter {
 }
 
 const _: () = {
+    assert!(Counter::ALL.len() <= crate::map::COUNTER_ENTRIES, "each kind has its index in the map");
     let mut index = 0;
     while index < Counter::ALL.len() {
         assert!(Counter::ALL[index] as usize == index, "the list is by index");

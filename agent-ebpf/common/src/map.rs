@@ -40,6 +40,9 @@ pub const ENDPOINT_ENTRIES: usize = 4_096;
 pub const DEVICE_ENTRIES: usize = 256;
 /// Excluded prefixes: 16,384 of the ip-masq-agent list, and room for the nodes of a large cluster.
 pub const EXCLUDED_ENTRIES: usize = 65_536;
+/// Kinds of packets that can be counted. More than [`crate::counter::Counter`] has, so that a build that counts more kinds uses the
+/// map of the build before, and the other way round.
+pub const COUNTER_ENTRIES: usize = 128;
 /// Words of the port bitmap: 65,536 ports, 64 in each word.
 pub const PORT_WORDS: usize = 1_024;
 

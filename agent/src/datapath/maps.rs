@@ -615,9 +615,13 @@ impl View {
     /// When the map cannot be read.
     pub fn counters(&self) -> Result<Vec<(Counter, u64)>, DatapathError> {
         let map: PerCpuArray<MapData, CounterValue> = typed(&self.pins, map::COUNTERS)?;
+        // The map of an older build may have fewer slots than this one has kinds.
         Counter::ALL
             .into_iter()
             .map(|kind| {
+                if kind as u32 >= map.len() {
+                    return Ok((kind, 0));
+                }
                 let values = map.get(&(kind as u32), 0).map_err(failed(map::COUNTERS, "read it"))?;
                 Ok((kind, values.iter().map(|value| value.packets).sum()))
             })

@@ -9,7 +9,6 @@ use cistern_ebpf_common::abi::{
     CounterValue, DeviceKey, DeviceValue, EndpointKey, EndpointValue, EventsValue, ExcludedAddress, ExcludedValue,
     FlowKey, FwdValue, InboundValue, PortWord, RevKey, RevValue, SettingsValue, TriesValue,
 };
-use cistern_ebpf_common::counter::Counter;
 use cistern_ebpf_common::map;
 use nix::sys::statfs::{FsType, statfs};
 use std::fmt;
@@ -84,7 +83,7 @@ pub(super) fn expected(capacities: Capacities) -> [Expected; map::ALL.len()] {
         row::<u32, PortWord>(map::PORTS, MapType::Array, map::PORT_WORDS),
         row::<u32, TriesValue>(map::TRIES, MapType::Array, 1),
         row::<u32, EventsValue>(map::EVENTS, MapType::Array, 1),
-        row::<u32, CounterValue>(map::COUNTERS, MapType::PerCpuArray, Counter::ALL.len()),
+        row::<u32, CounterValue>(map::COUNTERS, MapType::PerCpuArray, map::COUNTER_ENTRIES),
     ]
 }
 
@@ -145,8 +144,8 @@ impl Pins {
         Ok(())
     }
 
-    /// Compares what is pinned with what this agent would make. What is missing is no difference, and another capacity
-    /// of a map of flows is none that matters: those are answered.
+    /// Compares the pinned maps with those that this agent would create. A missing map is no difference, and neither is a
+    /// capacity that another build left and that this one can use. Maps of flows with another capacity are returned.
     ///
     /// # Errors
     /// [`DatapathError::Incompatible`] with the first difference.
@@ -167,16 +166,24 @@ impl Pins {
                 ("type", kind, format!("{:?}", map.kind)),
                 ("key size", info.key_size().to_string(), map.key_size.to_string()),
                 ("value size", info.value_size().to_string(), map.value_size.to_string()),
-                ("capacity", info.max_entries().to_string(), map.capacity.to_string()),
                 ("flags", info.map_flags().to_string(), map.flags.to_string()),
             ] {
                 if found != expected {
-                    if field == "capacity" && [map::REV, map::FWD, map::INBOUND].contains(&map.name) {
-                        kept.push(KeptCapacity { map: map.name, found, expected });
-                        continue;
-                    }
                     return Err(DatapathError::Incompatible { path, field, found, expected });
                 }
+            }
+            let (found, expected) = (info.max_entries() as usize, map.capacity);
+            match map.name {
+                map::REV | map::FWD | map::INBOUND if found != expected => {
+                    kept.push(KeptCapacity { map: map.name, found: found.to_string(), expected: expected.to_string() });
+                }
+                // A kind without a slot is not counted; everything else works.
+                map::COUNTERS => {}
+                _ if found < expected => {
+                    let (found, expected) = (found.to_string(), format!("{expected} or more"));
+                    return Err(DatapathError::Incompatible { path, field: "capacity", found, expected });
+                }
+                _ => {}
             }
         }
         Ok(kept)
