@@ -1,18 +1,19 @@
-//! What runs against the small API server, against a real kube-apiserver: the scripts, with the rights that the chart
-//! gives, and requests whose answers both servers have to agree on.
+//! What runs against the small API server, against a real kube-apiserver: scripts, with the rights that the chart
+//! gives (in a thorough run all of them), and requests whose answers both servers have to agree on.
 //!
 //! A case has a server to itself, which it leaves to the next. Cases mostly wait, for what an API server does in its own
 //! time, so a few servers side by side take a third of the time.
 
 mod compare;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use cistern_tests::apiserver::Upstream;
 use cistern_tests::cluster::Spec;
 use cistern_tests::cluster::control_plane::ControlPlane;
-use cistern_tests::script::{self, OnReal};
-use libtest_mimic::{Arguments, Failed, Trial};
-use std::path::{Path, PathBuf};
+use cistern_tests::harness::{files, is_thorough, timed};
+use cistern_tests::script::{self, OnReal, When};
+use libtest_mimic::{Arguments, Failed};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -52,45 +53,35 @@ fn with_real(shared: &Shared, case: impl FnOnce(&Real) -> Result<()>) -> Result<
     outcome.map_err(|error| format!("{error:#}").into())
 }
 
-/// Every file below a folder whose name ends so, in order.
-fn files(folder: &Path, ending: &str) -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(folder).with_context(|| format!("read {}", folder.display()))? {
-        let path = entry?.path();
-        if path.is_dir() {
-            found.extend(files(&path, ending)?);
-        } else if path.to_string_lossy().ends_with(ending) {
-            found.push(path);
-        }
-    }
-    found.sort();
-    Ok(found)
-}
-
 fn main() -> Result<ExitCode> {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(arguments.test_threads.map_or(SERVERS, |asked| asked.min(SERVERS)));
     let shared = Shared::default();
     let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let (mut trials, mut left_out) = (Vec::new(), Vec::new());
+    let (mut trials, mut left_out, mut deferred) = (Vec::new(), Vec::new(), 0);
     let cases = tests.join("script/cases");
     for path in files(&cases, ".txtar")? {
         let name = path.strip_prefix(&cases)?.display().to_string();
-        let OnReal { left_out: reason, values } = script::on_real(&path)?;
-        if let Some(reason) = reason {
-            left_out.push(format!("{name}: {reason}"));
-            continue;
+        let OnReal { when, values } = script::on_real(&path)?;
+        match when {
+            When::Never(reason) => {
+                left_out.push(format!("{name}: {reason}"));
+                continue;
+            }
+            When::Thorough if !is_thorough() => {
+                deferred += 1;
+                continue;
+            }
+            When::Always | When::Thorough => {}
         }
         let shared = Arc::clone(&shared);
-        trials.push(Trial::test(name.clone(), move || {
+        trials.push(timed(&name, move || {
             with_real(&shared, |real| {
                 real.control_plane.install(&values)?;
-                let start = Instant::now();
                 let outcome = script::run_on_real(&path, &real.upstream);
                 if real.upstream.has_been_redefined() {
                     real.control_plane.distrust_installation();
                 }
-                eprintln!("servers: {name}: {:.1} s", start.elapsed().as_secs_f64());
                 Ok(outcome?)
             })
         }));
@@ -99,7 +90,7 @@ fn main() -> Result<ExitCode> {
     for path in files(&tests.join("servers/requests"), ".txt")? {
         let name = format!("requests/{}", path.file_name().unwrap_or_default().display());
         let shared = Arc::clone(&shared);
-        trials.push(Trial::test(name, move || {
+        trials.push(timed(&name, move || {
             with_real(&shared, |real| {
                 real.control_plane.install(&[])?;
                 compare::run(&path, &real.upstream)
@@ -107,7 +98,10 @@ fn main() -> Result<ExitCode> {
         }));
     }
     if !arguments.list {
-        eprintln!("servers: {} scripts on the real server, {} on the small one alone", scripts, left_out.len());
+        eprintln!(
+            "servers: {scripts} scripts on the real server, {deferred} more in thorough runs, {} on the small one alone",
+            left_out.len()
+        );
         left_out.iter().for_each(|script| eprintln!("servers: left out: {script}"));
     }
     Ok(libtest_mimic::run(&arguments, trials).exit_code())

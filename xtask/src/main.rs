@@ -15,7 +15,7 @@
 //! | [`cluster`] | `cluster`: a real Kubernetes cluster on this machine |
 //! | [`conformance`] | `conformance`: Kubernetes' own network specs in such a cluster |
 //!
-//! [`workspace`] knows the paths and what Cargo knows of them; [`process`] starts other programs.
+//! [`times`] records how long everything took; [`workspace`] knows the paths and what Cargo knows of them; [`process`] starts other programs.
 
 mod bench;
 mod build;
@@ -30,6 +30,7 @@ mod process;
 mod setup;
 mod simulate;
 mod test;
+mod times;
 mod workspace;
 
 use clap::{Parser, Subcommand};

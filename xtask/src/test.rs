@@ -1,7 +1,7 @@
 //! Everything that can go wrong, in one command: build, check, then every test.
 //!
 //! A failed stage does not stop the others. The run ends with one line, `N passed, N failed, N skipped`; above it are
-//! the time of each stage and the name of everything that failed or was skipped. `passed` counts tests alone; a stage
+//! the time of each stage and the name of everything that failed or was skipped; `target/times.json` has the time of each test. `passed` counts tests alone; a stage
 //! that breaks without a test to blame (a compile error, a crash, a rule of `check`) counts as one failure.
 
 mod report;
@@ -9,6 +9,7 @@ mod report;
 use crate::build;
 use crate::check;
 use crate::process;
+use crate::times;
 use crate::workspace::{Metadata, TESTS_PACKAGE, Workspace};
 use anyhow::{Result, bail};
 use report::{Listing, Totals};
@@ -25,6 +26,10 @@ pub(crate) struct Options {
     /// The stages `servers` and `cluster`, which are no part of the others: a real kube-apiserver, then a real cluster
     #[arg(long)]
     cluster: bool,
+    /// Includes what is too long for every change: all stages, every script on the real API server, all rounds of the scripts,
+    /// and the longest cases of the real cluster
+    #[arg(long)]
+    thorough: bool,
     /// Release of Kubernetes for those two: one of tests/kubernetes/kubernetes-*
     #[arg(long)]
     kubernetes: Option<String>,
@@ -47,24 +52,26 @@ enum Stage {
         privileged: bool,
         /// How many of its tests run for each processor; as many as it likes where that is none.
         per_processor: Option<usize>,
+        /// Whether it has the standard harness, which reports times when it is asked to.
+        standard: bool,
     },
 }
 
 /// What runs against a real kube-apiserver. It is not run unless it is asked for: with nothing cached it first builds that.
-const SERVERS: Stage = Stage::Target { name: "servers", privileged: false, per_processor: None };
+const SERVERS: Stage = Stage::Target { name: "servers", privileged: false, per_processor: None, standard: false };
 
 /// What runs in a real cluster, with the image of the debug build. It is not run unless it is asked for, either.
-const CLUSTER: Stage = Stage::Target { name: "cluster", privileged: true, per_processor: None };
+const CLUSTER: Stage = Stage::Target { name: "cluster", privileged: true, per_processor: None, standard: false };
 
 const STAGES: [Stage; 9] = [
     Stage::Build,
     Stage::Check,
     Stage::Unit,
-    Stage::Target { name: "script", privileged: false, per_processor: None },
-    Stage::Target { name: "chart", privileged: false, per_processor: None },
+    Stage::Target { name: "script", privileged: false, per_processor: None, standard: false },
+    Stage::Target { name: "chart", privileged: false, per_processor: None, standard: true },
     // Its tests wait for the kernel and for processes most of the time.
-    Stage::Target { name: "netns", privileged: true, per_processor: Some(2) },
-    Stage::Target { name: "ebpf", privileged: true, per_processor: None },
+    Stage::Target { name: "netns", privileged: true, per_processor: Some(2), standard: true },
+    Stage::Target { name: "ebpf", privileged: true, per_processor: None, standard: true },
     SERVERS,
     CLUSTER,
 ];
@@ -82,11 +89,11 @@ impl Stage {
 
 impl Options {
     fn wants(&self, stage: Stage) -> bool {
-        if self.cluster || self.stage.is_empty() {
-            self.cluster == [SERVERS, CLUSTER].contains(&stage)
-        } else {
-            self.stage.iter().any(|name| name == stage.name())
+        if !self.stage.is_empty() {
+            return self.stage.iter().any(|name| name == stage.name());
         }
+        let needs_kubernetes = [SERVERS, CLUSTER].contains(&stage);
+        if self.cluster { needs_kubernetes } else { self.thorough || !needs_kubernetes }
     }
 }
 
@@ -100,7 +107,7 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<bool> {
     check_targets_are_known(&metadata)?;
     let missing = missing_privileges();
     let mut totals = Totals::default();
-    let mut times: Vec<(Stage, Duration)> = Vec::new();
+    let mut durations: Vec<(Stage, Duration)> = Vec::new();
     for stage in STAGES {
         if !options.wants(stage) {
             continue;
@@ -111,10 +118,12 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<bool> {
             eprintln!("{}: {error:#}", stage.name());
             totals.fail(stage.name(), &format!("{error:#}"));
         }
-        times.push((stage, start.elapsed()));
+        let duration = start.elapsed();
+        times::record(workspace, stage.name(), options.thorough, duration, &totals.take_times())?;
+        durations.push((stage, duration));
     }
     println!();
-    for (stage, time) in times {
+    for (stage, time) in durations {
         println!("{:>8.1} s  {}", time.as_secs_f64(), stage.name());
     }
     print!("{totals}");
@@ -143,7 +152,7 @@ fn stage_run(
                 tests.extend(["--test".to_owned(), name]);
             }
             tests.extend(options.filter.clone());
-            cargo_test(workspace, options, "unit", &tests, totals)?;
+            cargo_test(workspace, options, "unit", &with_times(tests, &[]), totals)?;
             let mut documentation = vec!["--doc".to_owned()];
             documentation.extend(options.filter.clone());
             cargo_test(workspace, options, "unit", &documentation, totals)?;
@@ -165,21 +174,38 @@ fn stage_run(
                 bail!("its tests need {reason}; --unprivileged accepts that they are skipped");
             }
         }
-        Stage::Target { name, per_processor, .. } => {
+        Stage::Target { name, per_processor, standard, .. } => {
             if stage == CLUSTER {
                 crate::cluster::image(workspace)?;
             }
             let mut arguments = vec!["--test".to_owned(), name.to_owned()];
             arguments.extend(options.filter.clone());
-            if let Some(per_processor) = per_processor {
+            let threads = per_processor.map(|per_processor| {
                 let processors = std::thread::available_parallelism().map_or(1, usize::from);
-                let threads = processors.saturating_mul(per_processor);
-                arguments.extend(["--".to_owned(), format!("--test-threads={threads}")]);
+                format!("--test-threads={}", processors.saturating_mul(per_processor))
+            });
+            let harness: Vec<String> = threads.into_iter().collect();
+            if standard {
+                arguments = with_times(arguments, &harness);
+            } else if !harness.is_empty() {
+                arguments.extend(["--".to_owned()].into_iter().chain(harness));
             }
             cargo_test(workspace, options, name, &arguments, totals)?;
         }
     }
     Ok(())
+}
+
+/// Arguments of `cargo test` with which the standard harness reports the time of each test. It does so on a stable toolchain only
+/// when its environment says that unstable options are welcome; the compiler's environment says no such thing, or everything would
+/// be built again.
+fn with_times(tests: Vec<String>, harness: &[String]) -> Vec<String> {
+    let runner = r#"target."cfg(unix)".runner=["env","RUSTC_BOOTSTRAP=1"]"#;
+    let mut arguments = vec!["--config".to_owned(), runner.to_owned()];
+    arguments.extend(tests);
+    arguments.extend(["--", "-Zunstable-options", "--report-time"].map(str::to_owned));
+    arguments.extend_from_slice(harness);
+    arguments
 }
 
 /// Runs `cargo test` and adds what it counted. The packages are always the same ones: another choice would unite other
@@ -195,6 +221,9 @@ fn cargo_test(
     command.args(["test", "--locked", "--no-fail-fast"]).args(arguments);
     if let Some(release) = &options.kubernetes {
         command.env("CISTERN_KUBERNETES", release);
+    }
+    if options.thorough {
+        command.env("CISTERN_THOROUGH", "1");
     }
     let before = totals.failures();
     let status = process::stream(&mut command, |line| totals.read(stage, line))?;

@@ -6,11 +6,13 @@
 //! * [`cluster`]: a real Kubernetes cluster on this machine.
 //! * [`demo`]: the story that `cargo xtask demo` tells.
 //! * [`probe`]: both ends of the traffic that tests and demo look at.
+//! * [`harness`]: what test programs with a `main` of their own share.
 //! * [`runtime`]: a container runtime, as far as it calls CNI plugins.
 
 pub mod apiserver;
 pub mod cluster;
 pub mod demo;
+pub mod harness;
 pub mod lab;
 pub mod probe;
 pub mod runtime;

@@ -1,15 +1,18 @@
 //! What the test runs counted, read from the lines that `cargo test` prints.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// What is known after the stages so far.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq)]
 pub(super) struct Totals {
     passed: usize,
     failed: usize,
     skipped: usize,
     /// Lines that name what failed or was skipped.
     named: Vec<String>,
+    /// Seconds that each test of the stage took.
+    times: BTreeMap<String, f64>,
 }
 
 impl Totals {
@@ -19,13 +22,26 @@ impl Totals {
             self.passed += count(summary, "passed");
             self.failed += count(summary, "failed");
             self.skipped += count(summary, "ignored");
+        } else if let Some((name, seconds)) = line.strip_prefix("time: ").and_then(|rest| rest.rsplit_once(' ')) {
+            if let Ok(seconds) = seconds.parse() {
+                self.times.insert(name.to_owned(), seconds);
+            }
         } else if let Some((name, outcome)) = outcome(line) {
+            let (outcome, seconds) = reported_time(outcome);
+            if let Some(seconds) = seconds {
+                self.times.insert(name.to_owned(), seconds);
+            }
             match outcome.split(',').next() {
                 Some("FAILED") => self.named.push(format!("FAILED   {stage}: {name}")),
                 Some("ignored") => self.named.push(format!("skipped  {stage}: {name} ({outcome})")),
                 _ => {}
             }
         }
+    }
+
+    /// The times of the tests since this was asked last.
+    pub(super) fn take_times(&mut self) -> BTreeMap<String, f64> {
+        std::mem::take(&mut self.times)
     }
 
     /// Counts a failure that no test is to blame for.
@@ -81,6 +97,15 @@ fn outcome(line: &str) -> Option<(&str, &str)> {
     Some((name.trim_end(), outcome))
 }
 
+/// The time behind an outcome: `ok <0.012s>`, as `--report-time` has the standard harness print it.
+fn reported_time(outcome: &str) -> (&str, Option<f64>) {
+    let split = || {
+        let (outcome, time) = outcome.strip_suffix("s>")?.rsplit_once(" <")?;
+        Some((outcome, time.parse().ok()?))
+    };
+    split().map_or((outcome, None), |(outcome, seconds)| (outcome, Some(seconds)))
+}
+
 /// The names that `--list` printed.
 #[derive(Debug, Default)]
 pub(super) struct Listing {
@@ -129,6 +154,24 @@ mod tests {
             ]
         );
         assert!(!totals.is_good());
+    }
+
+    #[test]
+    fn times_of_both_harnesses_are_read() {
+        let mut totals = Totals::default();
+        for line in [
+            "test ip::carves ... ok <0.012s>",
+            "test ip::overlaps ... FAILED <1.500s>",
+            "time: ipam/fresh-node.txtar 2.250",
+            "time: out of joint",
+        ] {
+            totals.read("unit", line);
+        }
+        let times = totals.take_times();
+        let expected = [("ip::carves", 0.012), ("ip::overlaps", 1.5), ("ipam/fresh-node.txtar", 2.25)];
+        assert_eq!(times, expected.map(|(name, seconds)| (name.to_owned(), seconds)).into());
+        assert_eq!(totals.to_string(), "FAILED   unit: ip::overlaps\n0 passed, 0 failed, 0 skipped\n");
+        assert!(totals.take_times().is_empty());
     }
 
     #[test]

@@ -33,6 +33,7 @@ use tokio::time::{Instant, sleep};
 use cistern::telemetry;
 
 use crate::apiserver::Upstream;
+use crate::harness::is_thorough;
 use archive::Archive;
 use line::{Line, Mark};
 use world::World;
@@ -43,6 +44,9 @@ const FAULT_PERCENT: u8 = 10;
 /// Virtual time between two tries of a paragraph, and for how long it is tried.
 const RETRY_EVERY: Duration = Duration::from_millis(500);
 const RETRY_FOR: Duration = Duration::from_secs(15 * 60);
+
+/// Rounds of a script in a run that is not thorough.
+const ROUNDS: u64 = 3;
 
 /// Overrides the seed of every script.
 const SEED: &str = "CISTERN_SCRIPT_SEED";
@@ -67,8 +71,9 @@ impl fmt::Debug for ScriptError {
 
 /// Runs the script in a file, once for each of its seeds.
 ///
-/// The seeds follow from the file's name; a script whose comment has `# rounds: N` runs with N of them. The environment
-/// variable `CISTERN_SCRIPT_SEED` names one seed to run with instead.
+/// The seeds follow from the file's name; a script whose comment has `# rounds: N` runs with N of them, with three at most
+/// unless the run is thorough ([`is_thorough`]): searching by seed is the simulation's task. The environment variable
+/// `CISTERN_SCRIPT_SEED` names one seed to run with instead.
 ///
 /// # Errors
 /// What the first failing line said, with its number, the seed and the last calls to the API, and [`memory`] for the kernel.
@@ -84,11 +89,23 @@ pub fn run_on_real(path: &Path, real: &Arc<Upstream>) -> Result<(), ScriptError>
     run_on(path, Some(real))
 }
 
+/// When a script runs on the real server, too.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum When {
+    /// In every run, since it depends on what the real server alone can refute: `# server: real, WHAT`.
+    Always,
+    /// In thorough runs: it is about the agent's own state, and says nothing about servers.
+    #[default]
+    Thorough,
+    /// Never, for this reason: `# server: small, REASON`.
+    Never(String),
+}
+
 /// What the comment of a script says about the real server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OnReal {
-    /// Why the script runs on the small server alone: `# server: small, REASON`.
-    pub left_out: Option<String>,
+    /// When it runs there.
+    pub when: When,
     /// Values of the chart, as for `helm --set`, under which the rights are those that it needs: `# values: KEY=VALUE…`.
     pub values: Vec<String>,
 }
@@ -101,15 +118,16 @@ pub fn on_real(path: &Path) -> Result<OnReal, ScriptError> {
     let error = |text: String| ScriptError(format!("{}: {text}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|cause| error(cause.to_string()))?;
     let archive = Archive::parse(&text);
-    let left_out = match line::asked(&archive.comment, "server") {
-        None => None,
-        Some(text) => match text.strip_prefix("small, ") {
-            Some(reason) => Some(reason.to_owned()),
-            None => return Err(error(format!("# server: {text}: expected small, and after a comma why"))),
-        },
+    let when = match line::asked(&archive.comment, "server").map(|text| text.split_once(", ").ok_or(text)) {
+        None => When::Thorough,
+        Some(Ok(("real", _))) => When::Always,
+        Some(Ok(("small", reason))) => When::Never(reason.to_owned()),
+        Some(Ok((text, _)) | Err(text)) => {
+            return Err(error(format!("# server: {text}: expected real or small, and after a comma why")));
+        }
     };
     let values = line::asked(&archive.comment, "values").unwrap_or_default();
-    Ok(OnReal { left_out, values: values.split_whitespace().map(str::to_owned).collect() })
+    Ok(OnReal { when, values: values.split_whitespace().map(str::to_owned).collect() })
 }
 
 fn run_on(path: &Path, real: Option<&Arc<Upstream>>) -> Result<(), ScriptError> {
@@ -122,6 +140,7 @@ fn run_on(path: &Path, real: Option<&Arc<Upstream>>) -> Result<(), ScriptError> 
         Err(_) => {
             let first = fnv1a(path.file_name().unwrap_or_default().as_encoded_bytes());
             let rounds = line::rounds(&archive.comment).map_err(error)?;
+            let rounds = if is_thorough() { rounds } else { rounds.min(ROUNDS) };
             (0..if real.is_some() { 1 } else { rounds }).map(|round| first.wrapping_add(round)).collect()
         }
     };
