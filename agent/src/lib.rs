@@ -9,7 +9,7 @@
 //!       ▲                             ▲                 desired tables             │
 //!       └─────────────────────────────┴── what was realised is observed again ─────┘
 //!
-//!  cistern-cni ─► api (unix socket) ─► controllers::endpoint: one task owns the pod leases ─► state (disk), datapath
+//!  cistern-cni ─► api (unix socket) ─► leases: one task owns the pod leases ─► state (disk), datapath
 //! ```
 //!
 //! * **What runs where** is answered by [`app::agent_role`] and [`app::operator_role`].
@@ -33,6 +33,7 @@ pub mod datapath;
 pub mod files;
 pub mod install;
 pub mod kubernetes;
+pub mod leases;
 pub mod netlink;
 pub mod reconciler;
 pub mod state;

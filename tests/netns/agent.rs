@@ -10,7 +10,7 @@ use cistern::api::types::{
     NodeReply, Status,
 };
 use cistern::clock::{self, Clock};
-use cistern::controllers::endpoint::{self, Endpoints, LeaseStore, Parts};
+use cistern::leases::{self, Endpoints, Host, LeaseStore, Parts};
 use cistern::tables::findings::Findings;
 use cistern::tables::rows::{NetworkRow, PoolRow};
 use cistern::tables::{Table, Waits};
@@ -173,6 +173,23 @@ impl LeaseStore for Forget {
     }
 }
 
+/// Every namespace is there, and no device is removed.
+struct Still;
+
+impl Host for Still {
+    fn namespace(&self, _path: &str) -> Namespace {
+        Namespace::There
+    }
+
+    fn host_side(&self, attachment: &Attachment) -> String {
+        attachment.to_string()
+    }
+
+    fn remove_device(&mut self, _name: &str) -> Result<(), String> {
+        Ok(())
+    }
+}
+
 /// A running one. Dropped, it goes away as a killed agent does: its socket stays.
 pub(crate) struct Agent {
     answers: Arc<Answers>,
@@ -205,9 +222,7 @@ impl Agent {
             configured_router: Some(ROUTER),
             rebooted: false,
             times: RecordTimes::Continue,
-            namespace: Box::new(|_| Namespace::There),
-            host_side: Box::new(|attachment| attachment.to_string()),
-            remove_device: Box::new(|_| Ok(())),
+            host: Box::new(Still),
             draw: Box::new(rand::random),
             store: Box::new(Forget),
             map: None,
@@ -225,7 +240,7 @@ impl Agent {
             clock,
             wall: clock,
         };
-        let (endpoints, task) = endpoint::start(parts, CancellationToken::new());
+        let (endpoints, task) = leases::start(parts, CancellationToken::new());
         runtime.spawn(async move {
             // The task waits for changes of these.
             let _writers = (pool, network, peers, nodes);

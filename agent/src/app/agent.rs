@@ -5,15 +5,13 @@ use super::agent_role::{self, Agent, Shared};
 use super::network_configuration::NetworkConfiguration;
 use super::operator_role::Operator;
 use super::remembered::{self, unreadable};
-use super::{Refused, kernel, operator, signals, uninstall};
+use super::{Refused, host, kernel, operator, signals, uninstall};
 use crate::api::server;
 use crate::clock::{self, Clock};
-use crate::cni;
 use crate::cni::deletion_queue::{self, DeletionQueue, QueuedDel};
-use crate::controllers::endpoint::{Endpoints, LeaseStore};
+use crate::leases::{Endpoints, LeaseStore};
 use crate::state::{BootMarker, LeaseFiles, StateDir};
 use anyhow::Context;
-use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{Attachment, Change, RecordTimes};
 use cistern_core::settings::{IpamMode, Settings};
 use jiff::Timestamp;
@@ -84,9 +82,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
             boot: clock::boot().unwrap_or_default(),
             rebooted,
             times,
-            namespace: Box::new(|path| namespace(Path::new(path))),
-            host_side: Box::new(|attachment| cni::host_side(&attachment.container_id, &attachment.ifname)),
-            remove_device: Box::new(kernel::remove_device),
+            host: Box::new(host::ThisHost),
             draw: Box::new(rand::random),
             maps,
             operator,
@@ -136,15 +132,6 @@ fn lease_clock(marker: &BootMarker) -> (Clock, Timestamp, RecordTimes) {
         None => (now.checked_sub(uptime).unwrap_or(now), RecordTimes::BeginAnew),
     };
     (Clock::following_runtime(began.checked_add(uptime).unwrap_or(now)), began, times)
-}
-
-/// State of the network namespace at a path.
-fn namespace(path: &Path) -> Namespace {
-    match path.try_exists() {
-        Ok(true) => Namespace::There,
-        Ok(false) if path.parent().is_some_and(Path::is_dir) => Namespace::Gone,
-        _ => Namespace::Unseen,
-    }
 }
 
 /// Sets the marker of the boot when what the reboot left behind is dropped, and that is on disk. A disk that refuses for

@@ -9,7 +9,7 @@ use crate::api::types::{
     HostFamily, IpReport, IpamAddress, IpamResponse, NodeReply, Status,
 };
 use crate::clock::{self, Clock};
-use crate::controllers::endpoint::{self, EndpointError, Endpoints};
+use crate::leases::{self, EndpointError, Endpoints};
 use crate::tables::notices::{Notices, Reason};
 use crate::telemetry::metrics::{cni_add, render};
 use cistern_core::ipam::lease::{self, AddError, Attachment, ConfirmError, LeaseState, OwnerError, RowState};
@@ -198,8 +198,8 @@ impl AgentApi for Answers {
     }
 
     async fn allocate(&self, query: IpamQuery) -> Result<IpamResponse, Failure> {
-        let family = endpoint::family(&query.family).map_err(|text| Failure::permanent(400, "bad-family", text))?;
-        let expiration = query.expiration.then(|| endpoint::expiration_ids(&mut rand::random));
+        let family = leases::family(&query.family).map_err(|text| Failure::permanent(400, "bad-family", text))?;
+        let expiration = query.expiration.then(|| leases::expiration_ids(&mut rand::random));
         let request = lease::OwnerRequest {
             family,
             owner: query.owner,

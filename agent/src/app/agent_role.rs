@@ -9,21 +9,21 @@ use super::supervisor::Supervisor;
 use super::targets::{Reconcile, Target, Targets};
 use crate::api::{http, server};
 use crate::clock::Clock;
-use crate::controllers::{endpoint, ipam_node, masquerade, node, notices as tell, peers, routes};
+use crate::controllers::{ipam_node, masquerade, node, notices as tell, peers, routes};
 use crate::files;
 use crate::kubernetes::cilium_node::{self, OwnNode};
 use crate::kubernetes::client::Client;
 use crate::kubernetes::node::Annotations;
 use crate::kubernetes::node_condition::NodeConditions;
 use crate::kubernetes::{self, events, views, watch as watches};
+use crate::leases;
 use crate::reconciler::{Options, TargetStatus};
 use crate::state::StateDir;
 use crate::tables::findings::Findings;
 use crate::tables::notices::Notices;
 use crate::tables::rows::{CiliumNodeRow, NodeRow};
 use crate::tables::{Reader, Table, Waits};
-use cistern_core::ipam::audit::Namespace;
-use cistern_core::ipam::lease::{Attachment, Record, RecordTimes, Timings};
+use cistern_core::ipam::lease::{Record, RecordTimes, Timings};
 use cistern_core::reconcile::backoff::Backoff;
 use cistern_core::settings::{IpamMode, Settings};
 use std::net::Ipv4Addr;
@@ -47,7 +47,7 @@ pub struct Agent {
     /// Pod leases from before.
     pub leases: Vec<Record>,
     /// Where pod leases survive.
-    pub lease_store: Box<dyn endpoint::LeaseStore>,
+    pub lease_store: Box<dyn leases::LeaseStore>,
     /// Time of the leases.
     pub lease_clock: Clock,
     /// The boot that this machine is in.
@@ -56,12 +56,8 @@ pub struct Agent {
     pub rebooted: bool,
     /// Whether the times of the records are those of `lease_clock`.
     pub times: RecordTimes,
-    /// Whether a network namespace is there.
-    pub namespace: Box<dyn Fn(&str) -> Namespace + Send>,
-    /// Name of the host side of an attachment's pair.
-    pub host_side: Box<dyn Fn(&Attachment) -> String + Send>,
-    /// Removes a device by name.
-    pub remove_device: endpoint::RemoveDevice,
+    /// Namespaces and devices.
+    pub host: Box<dyn leases::Host>,
     /// Random numbers.
     pub draw: Box<dyn FnMut() -> u64 + Send>,
     /// Rows of the kernel maps for the CLI.
@@ -297,17 +293,15 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
         tasks.spawn("datapath background", (datapath.background)(token.clone()));
         endpoint_map = Some(datapath.endpoint_map);
     }
-    let (ask, owner) = endpoint::start(
-        endpoint::Parts {
+    let (ask, owner) = leases::start(
+        leases::Parts {
             node: name.clone(),
             records: agent.leases,
             timings: Timings::default(),
             configured_router: settings.local_router_ipv4,
             rebooted: agent.rebooted,
             times: agent.times,
-            namespace: agent.namespace,
-            host_side: agent.host_side,
-            remove_device: agent.remove_device,
+            host: agent.host,
             draw: agent.draw,
             store: agent.lease_store,
             map: endpoint_map,

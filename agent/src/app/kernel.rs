@@ -2,8 +2,8 @@
 
 use super::node_status::MapRows;
 use super::targets::{DatapathTargets, Targets, target};
-use crate::controllers::endpoint::EndpointMap;
 use crate::datapath::{Capacities, Collector, Datapath, Endpoints, Events, Pins, View};
+use crate::leases::EndpointMap;
 use crate::netlink::targets::{RouterAddress, Routes};
 use crate::netlink::{Handle, link, monitor};
 use crate::tables::findings::{Findings, Found};

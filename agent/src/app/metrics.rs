@@ -1,8 +1,8 @@
 //! States of this process as metrics, gathered when somebody asks.
 
 use super::node_status::NodeStatus;
-use crate::controllers::endpoint::View;
 use crate::kubernetes::lease::LeaderRow;
+use crate::leases::View;
 use crate::reconciler::TargetStatus;
 use crate::tables::Reader;
 use crate::tables::rows::Wait;

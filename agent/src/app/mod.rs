@@ -8,6 +8,7 @@ pub mod agent_role;
 pub mod build_info;
 pub mod cli;
 pub mod condition;
+pub mod host;
 pub mod install;
 pub mod kernel;
 pub mod metrics;

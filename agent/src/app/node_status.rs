@@ -7,8 +7,8 @@ use crate::api::types::{
     FindingReport, Health, LeaderReport, MasqueradeReport, NodeReply, NodeReport, OwnNodeReply, ReconcilerReport,
     RowReport, Status, WaitReport,
 };
-use crate::controllers::endpoint::View;
 use crate::kubernetes::lease::LeaderRow;
+use crate::leases::View;
 use crate::reconciler::TargetStatus;
 use crate::tables::Reader;
 use crate::tables::findings::{FindingKey, FindingRow};

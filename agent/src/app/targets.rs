@@ -1,7 +1,7 @@
 //! What the agent acts on, as values: the kernel in production, memory in script tests.
 
 use crate::clock::Clock;
-use crate::controllers::endpoint::EndpointMap;
+use crate::leases::EndpointMap;
 use crate::reconciler::{self, Operations, Options, TargetStatus};
 use crate::tables::rows::{NetworkRow, RouteTarget};
 use crate::tables::{Reader, Table};

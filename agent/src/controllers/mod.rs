@@ -1,7 +1,6 @@
 //! One short loop per concern: wait until every input has synced; then, on any change, snapshot, plan, publish.
 //! No I/O.
 
-pub mod endpoint;
 pub mod ipam_cluster;
 pub mod ipam_node;
 pub mod masquerade;

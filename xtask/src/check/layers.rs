@@ -19,7 +19,7 @@ struct Layer {
 /// Everybody may tell the time, count, log and tell the version.
 const EVERYBODY_MAY_NAME: [&str; 2] = ["clock", "telemetry"];
 
-const LAYERS: [Layer; 18] = [
+const LAYERS: [Layer; 19] = [
     Layer { name: "main", may_name: &["app"] },
     // Starts in about a millisecond, so it goes around `app` and its runtime.
     Layer { name: "bin", may_name: &["cni"] },
@@ -35,6 +35,7 @@ const LAYERS: [Layer; 18] = [
             "files",
             "install",
             "kubernetes",
+            "leases",
             "netlink",
             "reconciler",
             "state",
@@ -43,6 +44,7 @@ const LAYERS: [Layer; 18] = [
     },
     Layer { name: "controllers", may_name: &["reconciler", "tables"] },
     Layer { name: "reconciler", may_name: &["tables"] },
+    Layer { name: "leases", may_name: &["tables"] },
     Layer { name: "tables", may_name: &[] },
     Layer { name: "clock", may_name: &[] },
     Layer { name: "telemetry", may_name: &[] },

@@ -15,11 +15,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cistern::app::targets::{DatapathTargets, Targets, target};
-use cistern::controllers::endpoint::{EndpointMap, LeaseStore};
+use cistern::leases::{EndpointMap, Host, LeaseStore};
 use cistern::reconciler::Operations;
 use cistern::tables::rows::{LinkRow, NetworkRow, RouteRow, RouteTarget};
 use cistern_core::ipam::audit::Namespace;
-use cistern_core::ipam::lease::{Change, Record, RecordKey};
+use cistern_core::ipam::lease::{Attachment, Change, Record, RecordKey};
 use cistern_core::masquerade::plan::{AttachmentEntry, DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
 use cistern_core::reconcile::{Classify, ErrorClass};
 use ipnet::{IpNet, Ipv4Net};
@@ -141,6 +141,25 @@ impl LeaseStore for MemoryLeases {
     }
 }
 
+/// The namespaces of containers.
+struct MemoryHost {
+    namespaces: Arc<Mutex<BTreeSet<String>>>,
+}
+
+impl Host for MemoryHost {
+    fn namespace(&self, path: &str) -> Namespace {
+        if lock(&self.namespaces).contains(path) { Namespace::There } else { Namespace::Gone }
+    }
+
+    fn host_side(&self, attachment: &Attachment) -> String {
+        format!("cst-{}", attachment.container_id)
+    }
+
+    fn remove_device(&mut self, _name: &str) -> Result<(), String> {
+        Ok(())
+    }
+}
+
 /// A directory that goes with its handle, in memory where there is a file system for that: a rename onto a file waits for
 /// a busy disk.
 fn state_dir() -> std::io::Result<tempfile::TempDir> {
@@ -172,7 +191,7 @@ pub(super) struct Grasp {
     pub(super) targets: Targets,
     pub(super) leases: Vec<Record>,
     pub(super) lease_store: Box<dyn LeaseStore>,
-    pub(super) namespace: Box<dyn Fn(&str) -> Namespace + Send>,
+    pub(super) host: Box<dyn Host>,
     /// The machine was rebooted since the last agent.
     pub(super) rebooted: bool,
     /// False: nothing that the agent does arrives at the machine any more.
@@ -239,7 +258,6 @@ impl Machine {
         let alive = Arc::new(AtomicBool::new(true));
         let gate = Gate { alive: Arc::clone(&alive), faults: Arc::clone(&self.faults) };
         let network = self.network();
-        let namespaces = Arc::clone(&self.namespaces);
         let targets = Targets {
             network: Box::new(move |table, cancel| {
                 Box::pin(async move {
@@ -269,11 +287,7 @@ impl Machine {
             targets,
             leases: lock(&self.records).values().cloned().collect(),
             lease_store: Box::new(MemoryLeases { records: Arc::clone(&self.records), gate }),
-            namespace: Box::new(
-                move |path| {
-                    if lock(&namespaces).contains(path) { Namespace::There } else { Namespace::Gone }
-                },
-            ),
+            host: Box::new(MemoryHost { namespaces: Arc::clone(&self.namespaces) }),
             rebooted: self.rebooted.swap(false, Ordering::Relaxed),
             alive,
         }

@@ -1,6 +1,10 @@
 use super::*;
 use crate::ipam::audit::{self, Audit, HostLink, Namespace, Seen};
+use crate::ipam::node::pod_cidr::AddressError;
+use crate::reconcile::{Classify, ErrorClass};
+use ipnet::Ipv4Net;
 use proptest::prelude::*;
+use std::fmt;
 
 fn at(second: i64) -> Timestamp {
     Timestamp::from_second(1_700_000_000 + second).unwrap()

@@ -1,0 +1,505 @@
+//! Pod leases: who holds an address of this node (`architecture` decision 9, `ipam` decisions 7-9).
+//!
+//! [`Leases`] is a synchronous state machine owned by one task. Each call takes the time (and a random draw where an
+//! address is chosen) and returns an [`Outcome`]: the answer, and the changes of the durable records that must be
+//! written, in their order, before the answer leaves. A process that ends between two of those writes restarts into a
+//! state in which no address has two owners and everything that was answered still holds.
+//!
+//! ```text
+//!            ADD                     confirm
+//!   free ─────────► Provisional ─────────────► Confirmed
+//!    ▲                  │ DEL, expiry,             │ DEL, superseded,
+//!    │                  │ superseded               │ collected
+//!    │  quarantine ends ▼                          ▼
+//!    └────────────── Quarantined ◄─────────────────┘
+//! ```
+//!
+//! A confirmed lease is provisional again when a DEL has its turn that began before an ADD which asked again, and that ADD
+//! has not confirmed it yet.
+//!
+//! # How long an address can be away that nobody holds
+//! Each of these ends by itself, over restarts and reboots too: a waiting is on disk, and counted by a clock that no
+//! change of the wall clock moves.
+//!
+//! | after | free within |
+//! |---|---|
+//! | DEL, GC, supersession | 30 s ([`Timings::quarantine`]); at once when nothing else is left |
+//! | an ADD that was never finished | 10 min 30 s ([`Timings::provisional`], then the quarantine) |
+//! | a pod that vanished without DEL | 7 min 30 s (see [`super::audit`], then the quarantine) |
+//! | a reboot | 30 s from the agent's start |
+//!
+//! A lease is given back by its attachment (container ID and interface name) and by nothing else, so a late or
+//! repeated DEL can never take an address from the pod that has it now. Leases made through the calls that Cilium's
+//! API also has are kept apart ([`OwnerLease`]): those calls see no others.
+
+mod error;
+mod journal;
+mod owner;
+mod record;
+mod restore;
+mod router;
+mod row;
+
+pub use error::{AddError, ConfirmError, Finding, OwnerError};
+pub use journal::{Change, Outcome, Owed};
+pub use owner::{ExpirationIds, OwnerRequest};
+pub use record::{
+    Attachment, Behind, Expiration, FORMAT, Interface, LeaseState, OwnerLease, Pod, PodLease, Quarantine, Record,
+    RecordError, RecordKey, RecordTimes, Router, Tombstone,
+};
+pub use restore::{Exclusion, Network, Restored};
+pub use row::{Row, RowState};
+
+use super::later;
+use super::node::pod_cidr::{Addresses, PodCidrs, Usage};
+use crate::ip::Family;
+use crate::moment::Moment;
+use ipnet::IpNet;
+use jiff::Timestamp;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::time::Duration;
+
+/// The one pool that host-scope allocation has (`ipam` 2.1.2).
+pub const DEFAULT_POOL: &str = "default";
+
+const ROUTER: &str = "router";
+
+/// How long things wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timings {
+    /// Life of a lease that nobody confirms.
+    pub provisional: Duration,
+    /// Rest of an address between two holders.
+    pub quarantine: Duration,
+    /// How long a DEL without lease is remembered. Short, since a runtime may attach the same container again.
+    pub tombstone: Duration,
+}
+
+impl Default for Timings {
+    fn default() -> Self {
+        Self {
+            provisional: Duration::from_secs(600),
+            quarantine: Duration::from_secs(30),
+            tombstone: Duration::from_secs(60),
+        }
+    }
+}
+
+/// A CNI ADD.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AddRequest {
+    /// What it is for.
+    pub attachment: Attachment,
+    /// Name of the network, if the plugin said so.
+    pub network: Option<String>,
+    /// The pod, where the runtime named it.
+    pub pod: Option<Pod>,
+    /// Path of the pod's network namespace.
+    pub netns: String,
+    /// When the plugin began, if it said so: an ADD that began after a DEL was not overtaken by it.
+    pub began: Option<Moment>,
+}
+
+/// Answer to [`Leases::add`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Granted {
+    /// The lease.
+    pub lease: PodLease,
+    /// The pod's gateways.
+    pub router: Addresses,
+}
+
+/// Who holds what of this node's addresses.
+///
+/// Invariant: an address is in at most one of `pods`, `owners`, `resting`, and is not the router's.
+#[derive(Debug, Clone)]
+pub struct Leases {
+    timings: Timings,
+    boot: String,
+    network: Network,
+    router: BTreeMap<Family, Router>,
+    pods: BTreeMap<Attachment, PodLease>,
+    owners: BTreeMap<(String, IpAddr), OwnerLease>,
+    tombstones: BTreeMap<Attachment, Tombstone>,
+    resting: BTreeMap<IpAddr, Quarantine>,
+    generation: u64,
+    held_back: Option<String>,
+    /// Follows from the fields above; built anew when the network changes.
+    pools: PodCidrs,
+}
+
+impl Leases {
+    /// Gives no new address while there is a reason not to, such as another CiliumNode that lists the same block
+    /// (`ipam` decision 14). Leases that exist are not touched. `None` ends it.
+    pub fn hold_back(&mut self, reason: Option<String>) {
+        self.held_back = reason;
+    }
+
+    /// An address for an attachment. Asked again with the same attachment, it answers the same lease. Before it gives
+    /// a new one, older leases of the same pod UID and interface name whose network namespace is gone are ended: a
+    /// runtime that re-creates a sandbox may never send their DEL.
+    pub fn add(
+        &mut self,
+        request: AddRequest,
+        netns_exists: impl Fn(&str) -> bool,
+        now: Timestamp,
+        draw: u64,
+    ) -> Outcome<Result<Granted, AddError>> {
+        let mut changes = self.expire(now);
+        let answer = self.add_expired(request, netns_exists, now, draw, &mut changes);
+        Outcome { answer, changes }
+    }
+
+    fn add_expired(
+        &mut self,
+        request: AddRequest,
+        netns_exists: impl Fn(&str) -> bool,
+        now: Timestamp,
+        draw: u64,
+        changes: &mut Vec<Change>,
+    ) -> Result<Granted, AddError> {
+        let AddRequest { attachment, network, pod, netns, began } = request;
+        if let Some(tombstone) = self.tombstones.get(&attachment)
+            && !self.is_after(began.as_ref(), tombstone.began.as_ref())
+        {
+            return Err(AddError::Overtaken { attachment, at: tombstone.since });
+        }
+        let router = self.router();
+        if let Some(lease) = self.pods.get(&attachment).filter(|lease| self.asked_since(lease, began.as_ref())) {
+            return Ok(Granted { lease: lease.clone(), router });
+        }
+        if let Some(lease) = self.pods.get_mut(&attachment) {
+            let mut renewed = lease.clone();
+            renewed.network = network.or(renewed.network);
+            renewed.pod = pod.or(renewed.pod);
+            renewed.netns = netns;
+            renewed.began = began.or(renewed.began);
+            if let LeaseState::Provisional { expires, .. } = &mut renewed.state {
+                *expires = later(now, self.timings.provisional);
+            }
+            if renewed != *lease {
+                *lease = renewed;
+                changes.push(Change::Put(Record::Pod(lease.clone())));
+            }
+            return Ok(Granted { lease: lease.clone(), router });
+        }
+        self.supersede(&attachment, pod.as_ref(), netns_exists, now, changes);
+        self.ready(now, draw, changes)?;
+        let holder = attachment.to_string();
+        let addresses = self
+            .pools
+            .allocate_next(None, &holder, now, draw)
+            .map_err(|reason| AddError::Exhausted { pool: DEFAULT_POOL.to_owned(), reason })?;
+        self.generation += 1;
+        let lease = PodLease {
+            attachment: attachment.clone(),
+            network,
+            pod,
+            netns,
+            began,
+            confirmed: None,
+            pool: DEFAULT_POOL.to_owned(),
+            addresses,
+            generation: self.generation,
+            state: LeaseState::Provisional { since: now, expires: later(now, self.timings.provisional) },
+        };
+        // The new lease is written before the end of the rest: with only one of the two on disk, the lease counts.
+        changes.push(Change::Put(Record::Pod(lease.clone())));
+        self.wake(addresses.iter(), changes);
+        if self.tombstones.remove(&attachment).is_some() {
+            changes.push(Change::Remove(RecordKey::Tombstone(attachment.clone())));
+        }
+        self.pods.insert(attachment, lease.clone());
+        Ok(Granted { lease, router: self.router() })
+    }
+
+    fn supersede(
+        &mut self,
+        attachment: &Attachment,
+        pod: Option<&Pod>,
+        netns_exists: impl Fn(&str) -> bool,
+        now: Timestamp,
+        changes: &mut Vec<Change>,
+    ) {
+        let Some(uid) = pod.and_then(|pod| pod.uid.as_deref()) else { return };
+        let gone: Vec<Attachment> = self
+            .pods
+            .values()
+            .filter(|lease| lease.attachment.ifname == attachment.ifname)
+            .filter(|lease| lease.pod.as_ref().and_then(|pod| pod.uid.as_deref()) == Some(uid))
+            .filter(|lease| !netns_exists(&lease.netns))
+            .map(|lease| lease.attachment.clone())
+            .collect();
+        for attachment in gone {
+            self.end_pod(&attachment, now, changes);
+        }
+    }
+
+    fn may_give(&self) -> Result<(), AddError> {
+        self.held_back.clone().map_or(Ok(()), |reason| Err(AddError::HeldBack { reason }))
+    }
+
+    /// Whether new addresses can be given at all.
+    fn ready(&mut self, now: Timestamp, draw: u64, changes: &mut Vec<Change>) -> Result<(), AddError> {
+        if self.pools.is_empty() {
+            return Err(AddError::WaitingForPodCidr);
+        }
+        self.may_give()?;
+        for family in self.pools.iter().map(|pool| Family::of_net(&pool.net())).collect::<Vec<_>>() {
+            if !self.router.contains_key(&family) {
+                let mut findings = Vec::new();
+                self.choose_router(family, now, draw, &mut findings, changes);
+                for finding in findings {
+                    if let Finding::NoRouter { reason } = finding {
+                        return Err(AddError::NoRouter { reason });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The interface exists, or is about to: the lease no longer ends by itself. Said again, it takes over the interface as
+    /// said last. `began` is the moment of the ADD that says so: once another has asked for the lease since, that one's
+    /// interface counts, and nothing changes.
+    pub fn confirm(
+        &mut self,
+        attachment: &Attachment,
+        generation: u64,
+        interface: Behind,
+        began: Option<&Moment>,
+        now: Timestamp,
+    ) -> Outcome<Result<PodLease, ConfirmError>> {
+        let mut changes = self.expire(now);
+        let asked_since = self.pods.get(attachment).is_some_and(|lease| self.asked_since(lease, began));
+        let answer = match self.pods.get_mut(attachment) {
+            None => Err(ConfirmError::NoLease { attachment: attachment.clone() }),
+            Some(lease) if lease.generation != generation => Err(ConfirmError::OtherGeneration {
+                attachment: attachment.clone(),
+                presented: generation,
+                current: lease.generation,
+            }),
+            Some(lease) if asked_since => Ok(lease.clone()),
+            Some(lease) => {
+                let same =
+                    matches!(&lease.state, LeaseState::Confirmed { interface: known, .. } if *known == interface);
+                if !same || lease.confirmed != lease.began {
+                    lease.confirmed.clone_from(&lease.began);
+                    lease.state = LeaseState::Confirmed { since: now, interface };
+                    changes.push(Change::Put(Record::Pod(lease.clone())));
+                }
+                Ok(lease.clone())
+            }
+        };
+        Outcome { answer, changes }
+    }
+
+    /// Gives the lease of this attachment back, whatever its state, and answers what it was. Without a lease it is a
+    /// success too, and leaves a tombstone in case the ADD is still under way.
+    ///
+    /// A DEL may have waited since it `began`, on disk for an agent or in a socket. A lease that an ADD which began later
+    /// has asked for, the first time or again, is not the one that was to end: it stays, and the answer is none. While that
+    /// ADD has not confirmed it, it is provisional.
+    pub fn del(&mut self, attachment: &Attachment, began: Option<Moment>, now: Timestamp) -> Outcome<Option<PodLease>> {
+        let mut changes = self.expire(now);
+        if let Some(lease) = self.pods.get(attachment).filter(|lease| self.asked_since(lease, began.as_ref())) {
+            let confirmed_since = self.is_after(lease.confirmed.as_ref(), began.as_ref());
+            if matches!(lease.state, LeaseState::Confirmed { .. }) && !confirmed_since {
+                let state = LeaseState::Provisional { since: now, expires: later(now, self.timings.provisional) };
+                let lease = PodLease { state, ..lease.clone() };
+                changes.push(Change::Put(Record::Pod(lease.clone())));
+                self.pods.insert(attachment.clone(), lease);
+            }
+            return Outcome { answer: None, changes };
+        }
+        let answer = self.end_pod(attachment, now, &mut changes);
+        if answer.is_none() {
+            let until = later(now, self.timings.tombstone);
+            let known = self.tombstones.get(attachment).and_then(|tombstone| tombstone.began.as_ref());
+            let began = if self.is_after(known, began.as_ref()) { known.cloned() } else { began };
+            let tombstone = Tombstone { attachment: attachment.clone(), since: now, began, until };
+            changes.push(Change::Put(Record::Tombstone(tombstone.clone())));
+            self.tombstones.insert(attachment.clone(), tombstone);
+        }
+        Outcome { answer, changes }
+    }
+
+    /// Whether an ADD that began later than `began` has asked for a lease.
+    #[must_use]
+    pub fn asked_since(&self, lease: &PodLease, began: Option<&Moment>) -> bool {
+        self.is_after(lease.began.as_ref(), began)
+    }
+
+    /// Whether one moment is known to be later than the other.
+    fn is_after(&self, one: Option<&Moment>, other: Option<&Moment>) -> bool {
+        one.zip(other).is_some_and(|(one, other)| one.is_after(other, &self.boot))
+    }
+
+    /// What an attachment holds now.
+    #[must_use]
+    pub fn check(&self, attachment: &Attachment, now: Timestamp) -> Option<&PodLease> {
+        self.pods
+            .get(attachment)
+            .filter(|lease| !matches!(lease.state, LeaseState::Provisional { expires, .. } if expires <= now))
+    }
+
+    /// Ends every lease of a network whose attachment is not in the list of valid ones (CNI GC). The list has the
+    /// attachments of that network alone.
+    pub fn collect(&mut self, network: &str, valid: &BTreeSet<Attachment>, now: Timestamp) -> Outcome<Vec<PodLease>> {
+        let of_network = |lease: &PodLease| lease.network.as_deref() == Some(network);
+        self.end_all(|lease| of_network(lease) && !valid.contains(&lease.attachment), now)
+    }
+
+    /// Ends every lease whose network namespace is gone. Only right after a reboot, which no namespace outlives:
+    /// while a runtime is at work, a namespace may be missing for other reasons.
+    pub fn drop_gone(&mut self, netns_exists: impl Fn(&str) -> bool, now: Timestamp) -> Outcome<Vec<PodLease>> {
+        self.end_all(|lease| !netns_exists(&lease.netns), now)
+    }
+
+    /// Ends confirmed leases that an audit found to be nobody's, each with the generation that was looked at.
+    pub fn end_lost(&mut self, lost: &[(Attachment, u64)], now: Timestamp) -> Outcome<Vec<PodLease>> {
+        let is_lost = |lease: &PodLease| lost.iter().any(|(a, g)| *a == lease.attachment && *g == lease.generation);
+        self.end_all(|lease| matches!(lease.state, LeaseState::Confirmed { .. }) && is_lost(lease), now)
+    }
+
+    fn end_all(&mut self, ended: impl Fn(&PodLease) -> bool, now: Timestamp) -> Outcome<Vec<PodLease>> {
+        let mut changes = self.expire(now);
+        let attachments: Vec<Attachment> =
+            self.pods.values().filter(|lease| ended(lease)).map(|lease| lease.attachment.clone()).collect();
+        let answer = attachments.iter().filter_map(|attachment| self.end_pod(attachment, now, &mut changes)).collect();
+        Outcome { answer, changes }
+    }
+
+    /// Lets time pass: unconfirmed leases end, rested addresses become free, tombstones are forgotten. Every call
+    /// does this first; a timer at [`Self::next_deadline`] keeps the records short in between.
+    pub fn expire(&mut self, now: Timestamp) -> Vec<Change> {
+        let mut changes = Vec::new();
+        let expired: Vec<Attachment> = self
+            .pods
+            .values()
+            .filter(|lease| matches!(lease.state, LeaseState::Provisional { expires, .. } if expires <= now))
+            .map(|lease| lease.attachment.clone())
+            .collect();
+        for attachment in expired {
+            self.end_pod(&attachment, now, &mut changes);
+        }
+        let expired: Vec<(String, IpAddr)> = self
+            .owners
+            .iter()
+            .filter(|(_, lease)| lease.expiration.as_ref().is_some_and(|expiration| expiration.at <= now))
+            .map(|(key, _)| key.clone())
+            .collect();
+        for key in expired {
+            self.end_owner(&key, now, &mut changes);
+        }
+        self.tombstones.retain(|attachment, tombstone| {
+            let kept = tombstone.until > now;
+            if !kept {
+                changes.push(Change::Remove(RecordKey::Tombstone(attachment.clone())));
+            }
+            kept
+        });
+        self.resting.retain(|address, quarantine| {
+            let kept = quarantine.until > now;
+            if !kept {
+                changes.push(Change::Remove(RecordKey::Quarantine(*address)));
+            }
+            kept
+        });
+        for pool in self.pools.ipv4.iter_mut().chain(&mut self.pools.ipv6) {
+            pool.expire(now);
+        }
+        changes
+    }
+
+    /// When [`Self::expire`] has something to do next.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Timestamp> {
+        let provisional = self.pods.values().filter_map(|lease| match lease.state {
+            LeaseState::Provisional { expires, .. } => Some(expires),
+            LeaseState::Confirmed { .. } => None,
+        });
+        let timers = self.owners.values().filter_map(|lease| lease.expiration.as_ref().map(|timer| timer.at));
+        let tombstones = self.tombstones.values().map(|tombstone| tombstone.until);
+        let resting = self.resting.values().map(|quarantine| quarantine.until);
+        provisional.chain(timers).chain(tombstones).chain(resting).min()
+    }
+
+    /// Every pod lease, by attachment.
+    pub fn pods(&self) -> impl Iterator<Item = &PodLease> {
+        self.pods.values()
+    }
+
+    /// Every address that somebody holds, for good or provisionally.
+    pub fn held(&self) -> impl Iterator<Item = IpAddr> + '_ {
+        let of_pods = self.pods.values().flat_map(|lease| {
+            let ipv4 = lease.addresses.ipv4.map(IpAddr::V4);
+            ipv4.into_iter().chain(lease.addresses.ipv6.map(IpAddr::V6))
+        });
+        of_pods.chain(self.owners.keys().map(|(_, address)| *address))
+    }
+
+    /// Addresses of each pod CIDR by state, IPv4 first.
+    #[must_use]
+    pub fn usage(&self) -> Vec<(IpNet, Usage)> {
+        self.pools.iter().map(|pool| (pool.net(), pool.usage())).collect()
+    }
+
+    fn holders(&self) -> impl Iterator<Item = (IpAddr, String)> {
+        let pods = self.pods.values().flat_map(|lease| {
+            let holder = lease.holder();
+            lease.addresses.iter().map(move |address| (address, holder.clone())).collect::<Vec<_>>()
+        });
+        pods.chain(self.owners.values().map(|lease| (lease.address, lease.holder())))
+    }
+
+    fn end_pod(&mut self, attachment: &Attachment, now: Timestamp, changes: &mut Vec<Change>) -> Option<PodLease> {
+        let lease = self.pods.remove(attachment)?;
+        for address in lease.addresses.iter() {
+            self.rest(address, &lease.pool, lease.generation, lease.holder(), now, changes);
+        }
+        changes.push(Change::Remove(RecordKey::Pod(attachment.clone())));
+        Some(lease)
+    }
+
+    /// Sends an address to quarantine. Its record is written before the lease's is removed: with both on disk, the
+    /// lease counts, and the release that was never answered is asked for again.
+    fn rest(
+        &mut self,
+        address: IpAddr,
+        pool: &str,
+        generation: u64,
+        holder: String,
+        now: Timestamp,
+        changes: &mut Vec<Change>,
+    ) {
+        let until = later(now, self.timings.quarantine);
+        if let Ok(allocator) = self.pools.family(Family::of(address)) {
+            // Refused only for an address of an earlier pod CIDR, which nothing is drawn from.
+            let released = allocator.release(address, &holder, now, until).is_ok();
+            let exclusion = self.network.exclusions.iter().find(|exclusion| exclusion.address == address);
+            if let Some(exclusion) = exclusion.filter(|_| released)
+                && allocator.exclude(address, &exclusion.label).is_ok()
+            {
+                return;
+            }
+        }
+        let quarantine =
+            Quarantine { pool: pool.to_owned(), address, generation, last_holder: holder, since: now, until };
+        changes.push(Change::Put(Record::Quarantine(quarantine.clone())));
+        self.resting.insert(address, quarantine);
+    }
+
+    /// Ends the rest of addresses that were given out early, because nothing else was left.
+    fn wake(&mut self, addresses: impl Iterator<Item = IpAddr>, changes: &mut Vec<Change>) {
+        for address in addresses {
+            if self.resting.remove(&address).is_some() {
+                changes.push(Change::Remove(RecordKey::Quarantine(address)));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

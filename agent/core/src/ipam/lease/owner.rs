@@ -1,0 +1,173 @@
+//! Leases by owner text: the calls that Cilium's API also has (`/ipam`).
+
+use super::error::OwnerError;
+use super::journal::{Change, Outcome};
+use super::record::{Expiration, OwnerLease, Record, RecordKey};
+use super::{DEFAULT_POOL, Leases, later};
+use crate::ip::Family;
+use jiff::Timestamp;
+use std::net::IpAddr;
+
+/// `POST /ipam`: an address for an owner text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OwnerRequest {
+    /// One family, or every family that the node serves.
+    pub family: Option<Family>,
+    /// Who will hold it.
+    pub owner: String,
+    /// A pool, or the node's choice.
+    pub pool: Option<String>,
+    /// UUIDs of the timers to start, one for each family.
+    pub expiration: Option<ExpirationIds>,
+}
+
+/// Fresh UUIDs, drawn by the caller.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExpirationIds {
+    /// For the IPv4 address.
+    pub ipv4: String,
+    /// For the IPv6 address.
+    pub ipv6: String,
+}
+
+impl Leases {
+    /// `POST /ipam`: an address for an owner text, of one family or of each that the node serves.
+    pub fn allocate_for_owner(
+        &mut self,
+        request: OwnerRequest,
+        now: Timestamp,
+        draw: u64,
+    ) -> Outcome<Result<Vec<OwnerLease>, OwnerError>> {
+        let mut changes = self.expire(now);
+        let answer = self.allocate_for_owner_expired(request, now, draw, &mut changes);
+        Outcome { answer, changes }
+    }
+
+    fn allocate_for_owner_expired(
+        &mut self,
+        request: OwnerRequest,
+        now: Timestamp,
+        draw: u64,
+        changes: &mut Vec<Change>,
+    ) -> Result<Vec<OwnerLease>, OwnerError> {
+        let OwnerRequest { family, owner, pool, expiration } = request;
+        known_pool(pool.as_deref().unwrap_or(DEFAULT_POOL))?;
+        self.ready(now, draw, changes)?;
+        let addresses = self.pools.allocate_next(family, &format!("owner {owner}"), now, draw)?;
+        let leases = addresses
+            .iter()
+            .map(|address| {
+                let uuid = expiration.as_ref().map(|ids| match Family::of(address) {
+                    Family::Ipv4 => ids.ipv4.clone(),
+                    Family::Ipv6 => ids.ipv6.clone(),
+                });
+                self.hold_for_owner(owner.clone(), address, uuid, now, changes)
+            })
+            .collect();
+        Ok(leases)
+    }
+
+    /// `POST /ipam/{ip}`: this address for an owner text. The pool is compulsory.
+    pub fn allocate_address_for_owner(
+        &mut self,
+        address: IpAddr,
+        owner: String,
+        pool: &str,
+        now: Timestamp,
+    ) -> Outcome<Result<OwnerLease, OwnerError>> {
+        let mut changes = self.expire(now);
+        let answer = match known_pool(pool)
+            .and_then(|()| Ok(self.may_give()?))
+            .and_then(|()| Ok(self.pools.family(Family::of(address))?))
+            .and_then(|pool| Ok(pool.allocate(address, &format!("owner {owner}"), now)?))
+        {
+            Ok(()) => Ok(self.hold_for_owner(owner, address, None, now, &mut changes)),
+            Err(error) => Err(error),
+        };
+        Outcome { answer, changes }
+    }
+
+    fn hold_for_owner(
+        &mut self,
+        owner: String,
+        address: IpAddr,
+        uuid: Option<String>,
+        now: Timestamp,
+        changes: &mut Vec<Change>,
+    ) -> OwnerLease {
+        self.generation += 1;
+        let lease = OwnerLease {
+            owner,
+            pool: DEFAULT_POOL.to_owned(),
+            address,
+            generation: self.generation,
+            since: now,
+            expiration: uuid.map(|uuid| Expiration { uuid, at: later(now, self.timings.provisional) }),
+        };
+        changes.push(Change::Put(Record::Owner(lease.clone())));
+        self.wake([address].into_iter(), changes);
+        self.owners.insert((lease.pool.clone(), address), lease.clone());
+        lease
+    }
+
+    /// Stops the timer of a lease by owner text: whoever presents its UUID has made the endpoint.
+    pub fn stop_expiration(
+        &mut self,
+        address: IpAddr,
+        pool: &str,
+        uuid: &str,
+        now: Timestamp,
+    ) -> Outcome<Result<(), OwnerError>> {
+        let mut changes = self.expire(now);
+        let no_timer = || OwnerError::NoTimer { address, pool: pool.to_owned() };
+        let answer = match self.owners.get_mut(&(pool.to_owned(), address)) {
+            None => Err(no_timer()),
+            Some(lease) => match &lease.expiration {
+                None => Err(no_timer()),
+                Some(timer) if timer.uuid != uuid => {
+                    Err(OwnerError::OtherTimer { address, pool: pool.to_owned(), presented: uuid.to_owned() })
+                }
+                Some(_) => {
+                    lease.expiration = None;
+                    changes.push(Change::Put(Record::Owner(lease.clone())));
+                    Ok(())
+                }
+            },
+        };
+        Outcome { answer, changes }
+    }
+
+    /// `DELETE /ipam/{ip}`: gives an address back that was given by owner text. A pod's address is refused.
+    pub fn release_for_owner(
+        &mut self,
+        address: IpAddr,
+        pool: &str,
+        now: Timestamp,
+    ) -> Outcome<Result<OwnerLease, OwnerError>> {
+        let mut changes = self.expire(now);
+        let endpoint = self.pods.values().find(|lease| lease.addresses.iter().any(|held| held == address));
+        let answer = match endpoint {
+            Some(lease) => Err(OwnerError::InUse { address, attachment: lease.attachment.clone() }),
+            None => self
+                .end_owner(&(pool.to_owned(), address), now, &mut changes)
+                .ok_or_else(|| OwnerError::NotAllocated { address, pool: pool.to_owned() }),
+        };
+        Outcome { answer, changes }
+    }
+
+    pub(super) fn end_owner(
+        &mut self,
+        key: &(String, IpAddr),
+        now: Timestamp,
+        changes: &mut Vec<Change>,
+    ) -> Option<OwnerLease> {
+        let lease = self.owners.remove(key)?;
+        self.rest(lease.address, &lease.pool, lease.generation, lease.holder(), now, changes);
+        changes.push(Change::Remove(RecordKey::Owner(lease.pool.clone(), lease.address)));
+        Some(lease)
+    }
+}
+
+fn known_pool(pool: &str) -> Result<(), OwnerError> {
+    if pool == DEFAULT_POOL { Ok(()) } else { Err(OwnerError::UnknownPool { pool: pool.to_owned() }) }
+}

@@ -1,0 +1,108 @@
+//! The router address of each family.
+
+use super::error::Finding;
+use super::journal::Change;
+use super::record::{Record, RecordKey, Router};
+use super::{Leases, ROUTER};
+use crate::ip::Family;
+use crate::ipam::node::pod_cidr::{AddressError, Addresses};
+use jiff::Timestamp;
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+impl Leases {
+    /// Configured, else kept from our records, else as seen elsewhere, else drawn.
+    pub(super) fn choose_router(
+        &mut self,
+        family: Family,
+        now: Timestamp,
+        draw: u64,
+        findings: &mut Vec<Finding>,
+        changes: &mut Vec<Change>,
+    ) {
+        let of_family = |addresses: &Addresses| addresses.iter().find(|address| Family::of(*address) == family);
+        if let Some(address) = of_family(&self.network.configured_router) {
+            if let Ok(pool) = self.pools.family(family)
+                && pool.net().contains(&address)
+            {
+                findings.push(Finding::RouterInsidePodCidr { address, net: pool.net() });
+                if let Err(AddressError::AlreadyAllocated { owner: holder, .. }) = pool.exclude(address, ROUTER) {
+                    findings.push(Finding::ExclusionHeld { address, label: ROUTER.to_owned(), holder });
+                }
+            }
+            self.set_router(address, now, changes);
+            return;
+        }
+        let seen: Vec<IpAddr> = self
+            .router
+            .get(&family)
+            .map(|router| router.address)
+            .into_iter()
+            .chain(self.network.seen_routers.iter().filter_map(of_family))
+            .collect();
+        let Ok(pool) = self.pools.family(family) else { return };
+        let mut refused: Option<(IpAddr, AddressError)> = None;
+        let mut chosen = None;
+        for address in &seen {
+            // `allocate` and not `exclude` alone: a router outside the CIDR would belong to another node by now.
+            match pool.allocate(*address, ROUTER, now).and_then(|()| pool.undo(*address, ROUTER)) {
+                Ok(()) => {
+                    chosen = Some(*address);
+                    break;
+                }
+                Err(reason) => refused = refused.or(Some((*address, reason))),
+            }
+        }
+        let address = match chosen {
+            Some(address) => Ok(address),
+            None => {
+                pool.allocate_next(ROUTER, now, draw).and_then(|address| pool.undo(address, ROUTER).map(|()| address))
+            }
+        };
+        let address = match address {
+            Ok(address) => address,
+            Err(reason) => {
+                findings.push(Finding::NoRouter { reason });
+                if self.router.remove(&family).is_some() {
+                    changes.push(Change::Remove(RecordKey::Router(family)));
+                }
+                return;
+            }
+        };
+        // Free a moment ago, so this is not refused.
+        if let Err(reason) = pool.exclude(address, ROUTER) {
+            findings.push(Finding::NoRouter { reason });
+            return;
+        }
+        match refused {
+            Some((old, reason)) => findings.push(Finding::RouterReplaced { old, new: address, reason }),
+            None => {
+                let others: BTreeSet<IpAddr> = seen.into_iter().filter(|other| *other != address).collect();
+                findings.extend(others.into_iter().map(|other| Finding::RouterMismatch { used: address, other }));
+            }
+        }
+        self.set_router(address, now, changes);
+    }
+
+    fn set_router(&mut self, address: IpAddr, now: Timestamp, changes: &mut Vec<Change>) {
+        let family = Family::of(address);
+        if self.router.get(&family).is_none_or(|router| router.address != address) {
+            let router = Router { address, since: now };
+            changes.push(Change::Put(Record::Router(router.clone())));
+            self.router.insert(family, router);
+        }
+        if self.resting.remove(&address).is_some() {
+            changes.push(Change::Remove(RecordKey::Quarantine(address)));
+        }
+    }
+
+    /// The router addresses in force.
+    #[must_use]
+    pub fn router(&self) -> Addresses {
+        let mut addresses = Addresses::default();
+        for router in self.router.values() {
+            addresses.set(router.address);
+        }
+        addresses
+    }
+}

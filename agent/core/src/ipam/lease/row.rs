@@ -1,0 +1,130 @@
+//! Every address that is not free, for `cistern ip list`.
+
+use super::record::{LeaseState, Pod};
+use super::{DEFAULT_POOL, Exclusion, Leases, ROUTER};
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::net::IpAddr;
+
+/// What an address is doing, for `cistern ip list`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RowState {
+    /// Given to a pod whose interface is not confirmed.
+    Provisional,
+    /// In use by a pod.
+    Confirmed,
+    /// Given through the calls by owner text.
+    Owner,
+    /// Resting between two holders.
+    Quarantined,
+    /// Kept for the router or another address of the node.
+    Reserved,
+}
+
+impl fmt::Display for RowState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Provisional => "provisional",
+            Self::Confirmed => "confirmed",
+            Self::Owner => "owner",
+            Self::Quarantined => "quarantined",
+            Self::Reserved => "reserved",
+        })
+    }
+}
+
+/// An address that is not free, and why.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Row {
+    /// The address.
+    pub address: IpAddr,
+    /// Its pool.
+    pub pool: String,
+    /// What it is doing.
+    pub state: RowState,
+    /// Attachment, owner text or label.
+    pub holder: String,
+    /// The pod, where known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod: Option<Pod>,
+    /// Since when, where known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<Timestamp>,
+    /// When this ends by itself, if it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub until: Option<Timestamp>,
+    /// Why it is not free, for people.
+    pub why: String,
+}
+
+impl Leases {
+    /// Every address that is not free, by address.
+    #[must_use]
+    pub fn snapshot(&self) -> Vec<Row> {
+        let mut rows = Vec::new();
+        for lease in self.pods.values() {
+            let (state, since, until, why) = match &lease.state {
+                LeaseState::Provisional { since, expires } => (
+                    RowState::Provisional,
+                    *since,
+                    Some(*expires),
+                    "given; its interface is not confirmed yet".to_owned(),
+                ),
+                LeaseState::Confirmed { since, interface } => {
+                    (RowState::Confirmed, *since, None, format!("in use behind {interface}"))
+                }
+            };
+            rows.extend(lease.addresses.iter().map(|address| Row {
+                address,
+                pool: lease.pool.clone(),
+                state,
+                holder: lease.holder(),
+                pod: lease.pod.clone(),
+                since: Some(since),
+                until,
+                why: why.clone(),
+            }));
+        }
+        rows.extend(self.owners.values().map(|lease| Row {
+            address: lease.address,
+            pool: lease.pool.clone(),
+            state: RowState::Owner,
+            holder: lease.owner.clone(),
+            pod: None,
+            since: Some(lease.since),
+            until: lease.expiration.as_ref().map(|timer| timer.at),
+            why: "given through the API by owner".to_owned(),
+        }));
+        rows.extend(self.resting.values().map(|quarantine| Row {
+            address: quarantine.address,
+            pool: quarantine.pool.clone(),
+            state: RowState::Quarantined,
+            holder: quarantine.last_holder.clone(),
+            pod: None,
+            since: Some(quarantine.since),
+            until: Some(quarantine.until),
+            why: "given back; rests before it is given again".to_owned(),
+        }));
+        let reserved = |address: IpAddr, label: &str, since: Option<Timestamp>| Row {
+            address,
+            pool: DEFAULT_POOL.to_owned(),
+            state: RowState::Reserved,
+            holder: label.to_owned(),
+            pod: None,
+            since,
+            until: None,
+            why: format!("kept for {label}"),
+        };
+        rows.extend(self.router.values().map(|router| reserved(router.address, ROUTER, Some(router.since))));
+        let excluded = |exclusion: &&Exclusion| {
+            let address = exclusion.address;
+            self.pools.iter().any(|pool| pool.usable(address)) && self.holders().all(|(held, _)| held != address)
+        };
+        let exclusions = self.network.exclusions.iter().filter(excluded);
+        rows.extend(exclusions.map(|exclusion| reserved(exclusion.address, &exclusion.label, None)));
+        rows.sort_by(|a, b| (a.address, &a.holder).cmp(&(b.address, &b.holder)));
+        rows
+    }
+}

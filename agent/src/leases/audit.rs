@@ -1,0 +1,44 @@
+//! Compares the leases with the namespaces and devices of the node, once a minute.
+
+use super::task::Task;
+use crate::tables::findings::Found;
+use cistern_core::ipam::audit::{self, Seen};
+use cistern_core::ipam::lease::{Attachment, Outcome};
+use jiff::Timestamp;
+
+impl Task {
+    /// Looks whether the leases agree with the namespaces and devices, when it is time to and the devices are known.
+    pub(super) fn audit(&mut self) {
+        let now = self.parts.clock.now();
+        if now < self.next_audit || !self.parts.network.peek().synced {
+            return;
+        }
+        self.next_audit = now.checked_add(audit::EVERY).unwrap_or(Timestamp::MAX);
+        let host = &self.parts.host;
+        let (namespace, host_side) = (|path: &str| host.namespace(path), |of: &Attachment| host.host_side(of));
+        let seen = Seen { links: &self.links, namespace: &namespace, host_side: &host_side };
+        let audited = self.audit.look(self.leases.pods(), &seen, now);
+        self.parts.findings.replace(
+            "audit",
+            audited.findings.iter().map(|finding| Found {
+                reason: finding.reason(),
+                subject: finding.subject(),
+                message: finding.to_string(),
+            }),
+        );
+        let Outcome { answer, changes } = self.leases.end_lost(&audited.lost, now);
+        for lease in answer {
+            tracing::warn!(attachment = %lease.attachment, "lease ended by the audit: its pod is gone and no DEL came");
+            self.forget(&lease);
+        }
+        self.owed.extend(changes);
+        for link in audited.left_over {
+            match self.parts.host.remove_device(&link) {
+                Ok(()) => tracing::warn!(device = link, "device removed by the audit: it led to no pod"),
+                Err(reason) => tracing::warn!(device = link, reason, "device not removed; the next audit tries again"),
+            }
+        }
+        self.flush();
+        self.publish();
+    }
+}

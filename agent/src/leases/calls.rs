@@ -1,0 +1,152 @@
+//! What each call does.
+
+use super::publish::endpoint;
+use super::task::Task;
+use super::{EndpointError, View};
+use cistern_core::ipam::audit::Namespace;
+use cistern_core::ipam::lease::{
+    AddError, AddRequest, Attachment, Behind, Granted, OwnerError, OwnerLease, OwnerRequest, PodLease, RecordKey, Row,
+};
+use cistern_core::ipam::node::pod_cidr::{AddressError, Addresses};
+use cistern_core::moment::Moment;
+use jiff::{SignedDuration, Timestamp};
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+impl Task {
+    pub(super) fn add(&mut self, request: AddRequest) -> Result<Granted, EndpointError> {
+        let (now, draw) = (self.parts.clock.now(), (self.parts.draw)());
+        let host = &self.parts.host;
+        let may_live = |netns: &str| host.namespace(netns) != Namespace::Gone;
+        let outcome = self.leases.add(request, may_live, now, draw);
+        let answer = self.durable(outcome).and_then(|answer| Ok(answer?)).map_err(|error| self.with_wall_clock(error));
+        // A superseded lease leaves the datapath, and the first ADD may have chosen the router.
+        self.publish();
+        answer
+    }
+
+    pub(super) fn confirm(
+        &mut self,
+        attachment: &Attachment,
+        generation: u64,
+        interface: Behind,
+        began: Option<&Moment>,
+    ) -> Result<(), EndpointError> {
+        let now = self.parts.clock.now();
+        // Checked before the datapath is told: a confirmation that is refused or void must leave no trace there.
+        if let Some(lease) = self.leases.check(attachment, now)
+            && lease.generation == generation
+            && !self.leases.asked_since(lease, began)
+            && let (Some(address), Some(map)) = (lease.addresses.ipv4, self.parts.map.as_mut())
+            && let Some(entry) = endpoint(&interface)
+        {
+            map.insert(address, entry).map_err(|reason| EndpointError::Datapath { address, reason })?;
+        }
+        let outcome = self.leases.confirm(attachment, generation, interface, began, now);
+        let answer = self.durable(outcome).and_then(|answer| Ok(answer.map(|_| ())?));
+        self.publish();
+        answer
+    }
+
+    pub(super) fn del(
+        &mut self,
+        attachment: Attachment,
+        began: Option<Moment>,
+    ) -> Result<Option<PodLease>, EndpointError> {
+        let outcome = self.leases.del(&attachment, began, self.parts.clock.now());
+        if let Some(lease) = &outcome.answer {
+            self.forget(lease);
+        }
+        let answer = self.given_back(outcome, |_| vec![RecordKey::Pod(attachment.clone())]);
+        self.publish();
+        answer
+    }
+
+    pub(super) fn collect(
+        &mut self,
+        network: &str,
+        valid: &BTreeSet<Attachment>,
+    ) -> Result<Vec<PodLease>, EndpointError> {
+        let now = self.parts.clock.now();
+        let outcome = self.leases.collect(network, valid, now);
+        for lease in &outcome.answer {
+            self.forget(lease);
+        }
+        let key = |lease: &PodLease| RecordKey::Pod(lease.attachment.clone());
+        let answer = self.given_back(outcome, |ended| ended.iter().map(key).collect());
+        self.next_audit = now;
+        self.publish();
+        answer
+    }
+
+    pub(super) fn check(&self, attachment: &Attachment) -> Option<(PodLease, Addresses)> {
+        let lease = self.leases.check(attachment, self.parts.clock.now())?;
+        Some((lease.clone(), self.leases.router()))
+    }
+
+    pub(super) fn allocate(&mut self, request: OwnerRequest) -> Result<Vec<OwnerLease>, EndpointError> {
+        let (now, draw) = (self.parts.clock.now(), (self.parts.draw)());
+        let outcome = self.leases.allocate_for_owner(request, now, draw);
+        let answer = self.durable(outcome).and_then(|answer| Ok(answer?));
+        self.publish();
+        answer
+    }
+
+    pub(super) fn allocate_address(
+        &mut self,
+        address: IpAddr,
+        owner: String,
+        pool: &str,
+    ) -> Result<OwnerLease, EndpointError> {
+        let outcome = self.leases.allocate_address_for_owner(address, owner, pool, self.parts.clock.now());
+        let answer = self.durable(outcome).and_then(|answer| Ok(answer?)).map_err(|error| self.with_wall_clock(error));
+        self.publish();
+        answer
+    }
+
+    pub(super) fn release(&mut self, address: IpAddr, pool: String) -> Result<OwnerLease, EndpointError> {
+        let outcome = self.leases.release_for_owner(address, &pool, self.parts.clock.now());
+        let answer = self.given_back(outcome, |_| vec![RecordKey::Owner(pool.clone(), address)]);
+        self.publish();
+        answer.and_then(|answer| Ok(answer?))
+    }
+
+    pub(super) fn view(&self) -> View {
+        View {
+            rows: self.rows(),
+            usage: self.leases.usage(),
+            router: self.leases.router(),
+            durable: self.owed.is_empty(),
+        }
+    }
+
+    /// How much the wall clock is ahead of the leases' clock.
+    fn ahead(&self) -> SignedDuration {
+        self.parts.wall.now().duration_since(self.parts.clock.now())
+    }
+
+    /// A time by the wall clock. Whole seconds, so that it stays the same each time it is asked for.
+    fn shown(&self, time: Timestamp) -> Timestamp {
+        time.checked_add(SignedDuration::from_secs(self.ahead().as_secs())).unwrap_or(time)
+    }
+
+    /// A refusal with times of the wall clock.
+    fn with_wall_clock(&self, mut error: EndpointError) -> EndpointError {
+        if let EndpointError::Add(AddError::Overtaken { at, .. })
+        | EndpointError::Owner(OwnerError::Address(AddressError::InQuarantine { until: at, .. })) = &mut error
+        {
+            *at = self.shown(*at);
+        }
+        error
+    }
+
+    /// What is not free.
+    fn rows(&self) -> Vec<Row> {
+        let shown = |time: Timestamp| self.shown(time);
+        let mut rows = self.leases.snapshot();
+        for row in &mut rows {
+            (row.since, row.until) = (row.since.map(shown), row.until.map(shown));
+        }
+        rows
+    }
+}

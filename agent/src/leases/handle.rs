@@ -1,0 +1,152 @@
+//! The asking side of the lease task.
+
+use super::task::{Command, Task};
+use super::{EndpointError, View};
+use cistern_core::ip::Family;
+use cistern_core::ipam::lease::{
+    AddRequest, Attachment, Behind, ExpirationIds, Granted, OwnerLease, OwnerRequest, PodLease,
+};
+use cistern_core::ipam::node::pod_cidr::Addresses;
+use cistern_core::moment::Moment;
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use tokio::sync::{mpsc, oneshot};
+
+/// The asking side; clones ask the same task.
+#[derive(Debug, Clone)]
+pub struct Endpoints {
+    sender: mpsc::Sender<Command>,
+}
+
+impl Endpoints {
+    pub(super) fn new(sender: mpsc::Sender<Command>) -> Self {
+        Self { sender }
+    }
+
+    async fn ask<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&mut Task) -> Result<T, EndpointError> + Send + 'static,
+    ) -> Result<T, EndpointError> {
+        let (reply, answer) = oneshot::channel();
+        let command: Command = Box::new(move |task| {
+            // A caller that went away gets no answer; what was done stays done, and its DEL ends it.
+            let _ = reply.send(call(task));
+        });
+        self.sender.send(command).await.map_err(|_| EndpointError::ShuttingDown)?;
+        answer.await.map_err(|_| EndpointError::ShuttingDown)?
+    }
+
+    /// See [`cistern_core::ipam::lease::Leases::add`].
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn add(&self, request: AddRequest) -> Result<Granted, EndpointError> {
+        self.ask(|task| task.add(request)).await
+    }
+
+    /// See [`cistern_core::ipam::lease::Leases::confirm`]. The datapath knows the pod when this returns.
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn confirm(
+        &self,
+        attachment: Attachment,
+        generation: u64,
+        interface: Behind,
+        began: Option<Moment>,
+    ) -> Result<(), EndpointError> {
+        self.ask(move |task| task.confirm(&attachment, generation, interface, began.as_ref())).await
+    }
+
+    /// See [`cistern_core::ipam::lease::Leases::del`]. Answers the lease that ended, if there was one.
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn del(&self, attachment: Attachment, began: Option<Moment>) -> Result<Option<PodLease>, EndpointError> {
+        self.ask(|task| task.del(attachment, began)).await
+    }
+
+    /// See [`cistern_core::ipam::lease::Leases::collect`]. Answers the leases that ended.
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn collect(&self, network: String, valid: BTreeSet<Attachment>) -> Result<Vec<PodLease>, EndpointError> {
+        self.ask(move |task| task.collect(&network, &valid)).await
+    }
+
+    /// See [`cistern_core::ipam::lease::Leases::check`]; the router addresses beside it.
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn check(&self, attachment: Attachment) -> Result<Option<(PodLease, Addresses)>, EndpointError> {
+        self.ask(move |task| Ok(task.check(&attachment))).await
+    }
+
+    /// See [`cistern_core::ipam::lease::Leases::allocate_for_owner`].
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn allocate(&self, request: OwnerRequest) -> Result<Vec<OwnerLease>, EndpointError> {
+        self.ask(|task| task.allocate(request)).await
+    }
+
+    /// See [`cistern_core::ipam::lease::Leases::allocate_address_for_owner`].
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn allocate_address(
+        &self,
+        address: IpAddr,
+        owner: String,
+        pool: String,
+    ) -> Result<OwnerLease, EndpointError> {
+        self.ask(move |task| task.allocate_address(address, owner, &pool)).await
+    }
+
+    /// See [`cistern_core::ipam::lease::Leases::release_for_owner`].
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn release(&self, address: IpAddr, pool: String) -> Result<OwnerLease, EndpointError> {
+        self.ask(move |task| task.release(address, pool)).await
+    }
+
+    /// What is held now.
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn view(&self) -> Result<View, EndpointError> {
+        self.ask(|task| Ok(task.view())).await
+    }
+}
+
+/// Fresh UUIDs for the timers of a call by owner text.
+#[must_use]
+pub fn expiration_ids(draw: &mut dyn FnMut() -> u64) -> ExpirationIds {
+    let mut uuid = || {
+        let (high, low) = (draw(), draw());
+        // RFC 9562 version 4: random but for the version and variant bits.
+        format!(
+            "{:08x}-{:04x}-4{:03x}-{:04x}-{:012x}",
+            high >> 32,
+            (high >> 16) & 0xffff,
+            high & 0xfff,
+            0x8000 | (low >> 48) & 0x3fff,
+            low & 0xffff_ffff_ffff
+        )
+    };
+    ExpirationIds { ipv4: uuid(), ipv6: uuid() }
+}
+
+/// The family that a call by owner text names; none for every family that is on.
+///
+/// # Errors
+/// The text, when it is neither.
+pub fn family(text: &str) -> Result<Option<Family>, String> {
+    match text {
+        "" => Ok(None),
+        "ipv4" => Ok(Some(Family::Ipv4)),
+        "ipv6" => Ok(Some(Family::Ipv6)),
+        other => Err(format!("family {other:?}: expected ipv4, ipv6 or nothing")),
+    }
+}
