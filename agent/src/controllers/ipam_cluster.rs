@@ -159,13 +159,24 @@ pub async fn run<R: BlockRecords>(
                             || row.pod_cidrs.clone(),
                             |nets| nets.iter().map(ToString::to_string).collect(),
                         );
-                        let error = planned.and_then(|node| node.error.clone()).map_or_else(
-                            || row.operator_error.clone(),
-                            |error| Some(error).filter(|error| !error.is_empty()),
+                        let (error, verdict_annotation) = planned.map_or_else(
+                            || (row.operator_error.clone(), row.verdict_annotation.clone()),
+                            |node| (node.verdict.as_ref().map(|verdict| verdict.text.clone()), node.annotation.clone()),
                         );
+                        let withdraws_refusal = row.standing.is_contested && verdict_annotation.is_none();
                         let planned_from = row.resource_version.clone();
                         let claim = row.claim.filter(|_| !planned.is_some_and(|node| node.accepted));
-                        (name.clone(), CiliumNodeIpam { uid: row.uid.clone(), planned_from, pod_cidrs, claim, error })
+                        let uid = row.uid.clone();
+                        let ipam = CiliumNodeIpam {
+                            uid,
+                            planned_from,
+                            pod_cidrs,
+                            claim,
+                            error,
+                            verdict_annotation,
+                            withdraws_refusal,
+                        };
+                        (name.clone(), ipam)
                     })
                     .collect::<BTreeMap<_, _>>(),
             );
@@ -240,6 +251,7 @@ fn input(rows: &BTreeMap<String, CiliumNodeRow>, settled: bool) -> Input {
             pod_cidrs: row.pod_cidrs.clone(),
             claim: row.claim.map(IpNet::V4),
             error: row.operator_error.clone().unwrap_or_default(),
+            annotation: row.verdict_annotation.clone(),
         })
         .collect();
     Input { nodes, synced: true, settled }

@@ -4,7 +4,7 @@ use crate::tables::Reader;
 use crate::tables::findings::{FindingKey, FindingRow};
 use crate::tables::notices::{Notices, Reason};
 use crate::tables::rows::{CiliumNodeRow, PoolRow, Wait};
-use cistern_core::ipam::cluster::cluster_pool;
+use cistern_core::ipam::verdict::Code;
 use jiff::Timestamp;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -98,25 +98,33 @@ pub async fn cluster(mut cilium_nodes: Reader<String, CiliumNodeRow>, notices: N
     }
 }
 
-/// Nodes whose error is another one than before.
+/// Nodes whose verdict is another one than before. A text without code is another operator's to report.
 fn errors<'a>(
     before: &'a BTreeMap<String, CiliumNodeRow>,
     now: &'a BTreeMap<String, CiliumNodeRow>,
 ) -> impl Iterator<Item = (&'a str, Reason, &'a str)> {
     now.iter().filter_map(|(name, row)| {
-        let error = row.operator_error.as_deref()?;
-        if before.get(name).and_then(|row| row.operator_error.as_deref()) == Some(error) {
+        let verdict = row.standing.verdict.as_ref()?;
+        if before.get(name).and_then(|row| row.standing.verdict.as_ref()) == Some(verdict) {
             return None;
         }
-        let reason = if cluster_pool::is_outside_pool(error) {
-            Reason::PodCidrOutsidePool
-        } else if row.pod_cidrs.is_empty() {
-            Reason::PodCidrPoolExhausted
-        } else {
-            Reason::PodCidrRefused
-        };
-        Some((name.as_str(), reason, error))
+        Some((name.as_str(), reason(verdict.code), verdict.text.as_str()))
     })
+}
+
+fn reason(code: Code) -> Reason {
+    match code {
+        Code::OutsidePool => Reason::PodCidrOutsidePool,
+        Code::NotSettled | Code::PoolExhausted | Code::RecordsFull => Reason::PodCidrPoolExhausted,
+        Code::InvalidCidr
+        | Code::Conflict
+        | Code::OutOfRange
+        | Code::NotAligned
+        | Code::Overlapping
+        | Code::AlreadyAllocated
+        | Code::InQuarantine
+        | Code::NoPool => Reason::PodCidrRefused,
+    }
 }
 
 #[cfg(test)]

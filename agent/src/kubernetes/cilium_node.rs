@@ -1,46 +1,21 @@
-//! Writing CiliumNodes: the agent its own, the operator blocks and errors of all.
-//!
-//! Both write merge patches of their own fields only. What was written is remembered until the watch tells of it, so that
-//! a full pass in between does not write it again.
+//! Writing the agent's own CiliumNode, as merge patches of its own fields only.
 
-use super::{AGENT, KubernetesError, Leadership, OPERATOR, write};
+use super::written::Written;
+use super::{AGENT, KubernetesError, write};
 use crate::reconciler::Operations;
-use crate::tables::rows::{
-    CiliumNodeIpam, CiliumNodeRow, HeldRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow, lists_of,
-};
-use crate::tables::{Followed, Reader, Snapshot};
+use crate::tables::rows::{CiliumNodeRow, HeldRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow, lists_of};
+use crate::tables::{Reader, Snapshot};
 use cistern_core::ipam::node::cluster_pool::{self, List};
 use cistern_crds::CiliumNode;
 use ipnet::Ipv4Net;
-use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
-use kube::{Api, Client, ResourceExt};
+use kube::api::{Patch, PatchParams, PostParams};
+use kube::{Api, Client};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::time::Instant;
 
 const KIND: &str = "CiliumNode";
-
-/// A value that was written.
-#[derive(Debug)]
-struct Written<V> {
-    /// How far the table had followed the server when the write began.
-    begun: Followed,
-    /// The resource version that the server answered with.
-    version: Option<String>,
-    value: V,
-}
-
-impl<V> Written<V> {
-    fn new(begun: Followed, object: &CiliumNode, value: V) -> Self {
-        Self { begun, version: object.resource_version(), value }
-    }
-
-    /// Whether these rows may be older than what was written.
-    fn is_newer_than(&self, snapshot: &Snapshot<String, CiliumNodeRow>) -> bool {
-        !snapshot.followed.tells(self.version.as_deref(), self.begun)
-    }
-}
 
 /// What the agent's own object follows from, beside what it shall say.
 #[derive(Debug)]
@@ -250,158 +225,5 @@ impl Operations for OwnNode {
             () = self.sources.remembered.changed() => {}
             () = self.sources.held.changed() => {}
         }
-    }
-}
-
-/// Blocks and errors of every node; writes only while this process leads.
-#[derive(Debug)]
-pub struct PodCidrs {
-    api: Api<CiliumNode>,
-    seen: Reader<String, CiliumNodeRow>,
-    leadership: Leadership,
-    written: BTreeMap<String, Written<CiliumNodeIpam>>,
-}
-
-impl PodCidrs {
-    /// Writes the objects that `seen` lists.
-    #[must_use]
-    pub fn new(client: Client, seen: Reader<String, CiliumNodeRow>, leadership: Leadership) -> Self {
-        Self { api: Api::all(client), seen, leadership, written: BTreeMap::new() }
-    }
-
-    async fn patch(&self, name: &str, patch: &Value, status: bool) -> Result<CiliumNode, KubernetesError> {
-        let verb = if status { "patch status of" } else { "patch" };
-        let params = PatchParams { field_manager: Some(OPERATOR.to_owned()), ..PatchParams::default() };
-        let patch = Patch::Merge(patch);
-        if status {
-            self.leadership.write(verb, KIND, name, self.api.patch_status(name, &params, &patch)).await
-        } else {
-            self.leadership.write(verb, KIND, name, self.api.patch(name, &params, &patch)).await
-        }
-    }
-}
-
-impl Operations for PodCidrs {
-    type Key = String;
-    type Value = CiliumNodeIpam;
-    type Error = KubernetesError;
-
-    async fn update(&mut self, name: &String, value: &CiliumNodeIpam) -> Result<(), KubernetesError> {
-        let snapshot = self.seen.peek();
-        // Deleted since it was planned: nothing to write (`ipam` 2.2.9). Changed since: the plan that knows of it follows.
-        let Some(row) =
-            snapshot.rows.get(name).filter(|row| row.uid == value.uid && row.resource_version == value.planned_from)
-        else {
-            return Ok(());
-        };
-        // So does the one that knows of what was written here last.
-        if self.written.get(name).is_some_and(|written| written.is_newer_than(&snapshot)) {
-            return Ok(());
-        }
-        let mut answer = None;
-        if value.pod_cidrs != row.pod_cidrs || value.claim != row.claim {
-            // The precondition is what the plan was made from: nobody else gave this node a block since.
-            let mut metadata = Map::from_iter([("resourceVersion".to_owned(), json!(row.resource_version))]);
-            if value.claim != row.claim {
-                metadata.insert("annotations".to_owned(), json!({cluster_pool::CLAIM: value.claim}));
-            }
-            let patch = json!({"metadata": metadata, "spec": {"ipam": {"podCIDRs": value.pod_cidrs}}});
-            match self.patch(name, &patch, false).await {
-                Ok(object) => answer = Some(object),
-                Err(error) if error.is_not_found() => return Ok(()),
-                Err(error) => return Err(error),
-            }
-        }
-        if value.error != row.operator_error {
-            let error = value.error.clone().unwrap_or_default();
-            let patch = json!({"status": {"ipam": {"operator-status": {"error": error}}}});
-            match self.patch(name, &patch, true).await {
-                Ok(object) => answer = Some(object),
-                Err(error) if error.is_not_found() => return Ok(()),
-                Err(error) => return Err(error),
-            }
-        }
-        if let Some(object) = answer {
-            self.written.insert(name.clone(), Written::new(snapshot.followed, &object, value.clone()));
-        }
-        Ok(())
-    }
-
-    async fn delete(&mut self, name: &String) -> Result<(), KubernetesError> {
-        // A row that left the plan is an object that is gone; blocks are never taken from one that exists.
-        self.written.remove(name);
-        Ok(())
-    }
-
-    async fn observe(&mut self) -> Result<BTreeMap<String, CiliumNodeIpam>, KubernetesError> {
-        let snapshot = self.seen.synced().await;
-        self.written.retain(|_, written| written.is_newer_than(&snapshot));
-        Ok(snapshot
-            .rows
-            .iter()
-            .map(|(name, row)| {
-                let value = self.written.get(name).map_or_else(
-                    || CiliumNodeIpam {
-                        uid: row.uid.clone(),
-                        planned_from: row.resource_version.clone(),
-                        pod_cidrs: row.pod_cidrs.clone(),
-                        claim: row.claim,
-                        error: row.operator_error.clone(),
-                    },
-                    |written| written.value.clone(),
-                );
-                (name.clone(), value)
-            })
-            .collect())
-    }
-
-    async fn changed(&mut self) {
-        self.seen.changed().await;
-    }
-}
-
-/// CiliumNodes whose Node is gone; deletes only while this process leads.
-#[derive(Debug)]
-pub struct Orphans {
-    api: Api<CiliumNode>,
-    leadership: Leadership,
-}
-
-impl Orphans {
-    /// Deletes objects by name and UID.
-    #[must_use]
-    pub fn new(client: Client, leadership: Leadership) -> Self {
-        Self { api: Api::all(client), leadership }
-    }
-}
-
-impl Operations for Orphans {
-    type Key = String;
-    /// UID of the object: one of the same name that was made since is another one and stays.
-    type Value = String;
-    type Error = KubernetesError;
-
-    async fn update(&mut self, name: &String, uid: &String) -> Result<(), KubernetesError> {
-        let params = DeleteParams {
-            preconditions: Some(Preconditions { uid: Some(uid.clone()), resource_version: None }),
-            ..DeleteParams::default()
-        };
-        match self.leadership.write("delete", KIND, name, self.api.delete(name, &params)).await {
-            Ok(_) => {
-                tracing::info!(node = name, "CiliumNode deleted: its Node is gone");
-                Ok(())
-            }
-            // Gone already, or another object of that name by now.
-            Err(error) if error.is_not_found() || error.is_conflict() => Ok(()),
-            Err(error) => Err(error),
-        }
-    }
-
-    async fn delete(&mut self, _name: &String) -> Result<(), KubernetesError> {
-        Ok(())
-    }
-
-    async fn observe(&mut self) -> Result<BTreeMap<String, String>, KubernetesError> {
-        Ok(BTreeMap::new())
     }
 }

@@ -9,10 +9,13 @@ pub mod events;
 pub mod lease;
 pub mod node;
 pub mod node_condition;
+pub mod orphans;
+pub mod pod_cidrs;
 pub mod records;
 pub mod uninstall;
 pub mod views;
 pub mod watch;
+mod written;
 
 use crate::telemetry::metrics;
 use cistern_core::reconcile::{Classify, ErrorClass};

@@ -5,6 +5,7 @@ use super::watch::{View, ViewError};
 use crate::tables::rows::{CiliumNodeRow, NodeAddress, NodeCondition, NodeRow};
 use cistern_core::ipam::node::cluster_pool::CLAIM;
 use cistern_core::ipam::node::host_scope::is_network_annotation;
+use cistern_core::ipam::verdict::{self, Standing};
 use cistern_core::uninstall;
 use cistern_crds::CiliumNode;
 use k8s_openapi::api::core::v1::Node;
@@ -68,6 +69,13 @@ pub fn cilium_node(object: &CiliumNode) -> Result<CiliumNodeRow, ViewError> {
     let uid = object.uid().ok_or_else(|| no_uid("CiliumNode", object))?;
     let spec = &object.spec;
     let owner = object.owner_references().iter().find(|owner| owner.kind == "Node");
+    let operator_error = object
+        .status
+        .as_ref()
+        .and_then(|status| status.ipam.operator_status.as_ref())
+        .and_then(|status| status.error.clone())
+        .filter(|error| !error.is_empty());
+    let verdict_annotation = object.annotations().get(verdict::ANNOTATION).cloned();
     Ok(CiliumNodeRow {
         uid,
         resource_version: object.resource_version().unwrap_or_default(),
@@ -76,12 +84,9 @@ pub fn cilium_node(object: &CiliumNode) -> Result<CiliumNodeRow, ViewError> {
         owner: owner.map(|owner| (owner.name.clone(), owner.uid.clone())),
         addresses: read_addresses(spec.addresses.iter().map(|address| (&address.kind, &address.ip))),
         pod_cidrs: spec.ipam.pod_cidrs.clone(),
-        operator_error: object
-            .status
-            .as_ref()
-            .and_then(|status| status.ipam.operator_status.as_ref())
-            .and_then(|status| status.error.clone())
-            .filter(|error| !error.is_empty()),
+        standing: Standing::read(verdict_annotation.as_deref(), &spec.ipam.pod_cidrs, operator_error.as_deref()),
+        operator_error,
+        verdict_annotation,
         claim: object.annotations().get(CLAIM).and_then(|text| text.parse().ok()),
         unreadable: None,
         uninstall: object.annotations().get(uninstall::REQUEST).cloned(),
@@ -147,7 +152,7 @@ mod tests {
         assert_eq!(row.owner, Some(("n1".into(), "nu1".into())));
         assert_eq!(row.addresses.len(), 2);
         assert_eq!(row.pod_cidrs, ["10.244.1.0/24", "10.244/16"]);
-        assert_eq!(row.operator_error, None);
+        assert_eq!((row.operator_error, row.standing), (None, Standing::default()));
         assert_eq!(row.created, Some("2026-01-02T03:04:05Z".parse().unwrap()));
     }
 }

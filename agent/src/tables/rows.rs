@@ -1,7 +1,7 @@
 //! The rows of the tables that are observed: API objects, links, addresses and routes in our own types.
 
-use cistern_core::ipam::cluster::cluster_pool::is_refusal;
 use cistern_core::ipam::node::cluster_pool::{Listed, Served};
+use cistern_core::ipam::verdict::Standing;
 use ipnet::{IpNet, Ipv4Net};
 use jiff::Timestamp;
 use serde::Serialize;
@@ -66,6 +66,11 @@ pub struct CiliumNodeRow {
     pub unreadable: Option<String>,
     /// `status.ipam.operator-status.error`, absent when empty.
     pub operator_error: Option<String>,
+    /// The operator's verdict on `pod_cidrs`.
+    #[serde(skip)]
+    pub standing: Standing,
+    /// The annotation that holds the operator's verdict, as written.
+    pub verdict_annotation: Option<String>,
     /// The request to take everything of ours off the node, if there ever was one.
     pub uninstall: Option<String>,
     /// What the node's agent answered to such a request last.
@@ -189,8 +194,9 @@ impl PoolRow {
 /// What each CiliumNode lists, by name.
 pub fn lists_of(rows: &BTreeMap<String, CiliumNodeRow>) -> impl Iterator<Item = (&str, Listed<'_>)> {
     rows.iter().map(|(name, row)| {
-        let refusal = row.operator_error.as_deref().filter(|error| is_refusal(error));
-        (name.as_str(), Listed { pod_cidrs: &row.pod_cidrs, claim: row.claim, refusal })
+        let Standing { is_contested, .. } = row.standing;
+        let refusal = row.standing.refusal();
+        (name.as_str(), Listed { pod_cidrs: &row.pod_cidrs, claim: row.claim, refusal, is_contested })
     })
 }
 
@@ -268,6 +274,10 @@ pub struct CiliumNodeIpam {
     pub claim: Option<Ipv4Net>,
     /// `status.ipam.operator-status.error`; none clears it.
     pub error: Option<String>,
+    /// The annotation that holds the verdict behind `error`; none removes it.
+    pub verdict_annotation: Option<String>,
+    /// The object shows a refusal that is withdrawn: its text goes before its annotation.
+    pub withdraws_refusal: bool,
 }
 
 /// An egress device and why it was chosen.

@@ -7,12 +7,15 @@
 //! | [`lease`] | who holds an address of this node, since when, and whether that is final |
 //! | [`audit`] | whether the leases agree with the namespaces and devices that exist |
 //! | [`explain`] | why an address or a node is as it is, in words |
+//! | [`verdict`] | what the operator decided about the pod CIDRs that a node lists, as codes |
 
 pub mod audit;
 pub mod cluster;
 pub mod explain;
 pub mod lease;
+mod legacy_verdicts;
 pub mod node;
+pub mod verdict;
 
 use crate::ip::overlaps;
 use ipnet::IpNet;

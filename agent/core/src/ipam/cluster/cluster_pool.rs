@@ -7,9 +7,10 @@
 //! Order of writes for whoever applies a plan: the records first, then the nodes. A plan is kept (its ledger is the
 //! input of the next one) whether or not every write succeeded: what was lost is planned again.
 
-use crate::ip::block::{Block, BlockSet, Carving, CarvingError, Counts, OverlapError, Quarantined};
+use crate::ip::block::{Block, BlockSet, Carving, CarvingError, ClaimError, Counts, OverlapError, Quarantined};
 use crate::ip::{Family, overlaps};
 use crate::ipam::later;
+use crate::ipam::verdict::{Code, Verdict};
 use ipnet::IpNet;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -199,6 +200,8 @@ pub struct Node {
     pub claim: Option<IpNet>,
     /// `status.ipam.operator-status.error`; empty when absent.
     pub error: String,
+    /// The annotation [`ANNOTATION`](crate::ipam::verdict::ANNOTATION) as written.
+    pub annotation: Option<String>,
 }
 
 /// A block of a deleted node, as recorded.
@@ -423,38 +426,28 @@ impl Ledger {
         }
     }
 
-    /// Judges what a node lists; the text of a refusal follows from the ledger alone, and not from when it was judged.
-    fn judge(&self, node: &Node) -> Result<Claim, String> {
+    /// Judges what a node lists. The verdict follows from the ledger alone, and not from when it was judged.
+    fn judge(&self, node: &Node) -> Result<Claim, Verdict> {
         let (listed, unreadable) = parse(&node.pod_cidrs);
         if let Some(text) = unreadable {
-            return Err(format!(
-                "spec.ipam.podCIDRs holds {text:?}, which is not a CIDR; expected one such as 10.0.1.0/24"
-            ));
+            return Err(invalid(text));
         }
         if let Some(known) = self.blocks(&node.name) {
             return match listed.iter().find(|net| !known.contains(net)) {
                 None => Ok(Claim::Known),
-                Some(net) => {
-                    let known = known.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-                    Err(format!(
-                        "{CONFLICT}: it lists {net} but was given {known}; when it lists only \
-                         what it was given, or its CiliumNode is deleted while it has no pods, all is well"
-                    ))
-                }
+                Some(net) => Err(conflict(*net, &known)),
             };
         }
         self.check_claim(&node.name, &listed)?;
         Ok(if listed.is_empty() { Claim::Nothing } else { Claim::Blocks(listed) })
     }
 
-    fn check_claim(&self, node: &str, listed: &[IpNet]) -> Result<(), String> {
+    fn check_claim(&self, node: &str, listed: &[IpNet]) -> Result<(), Verdict> {
         for family in [Family::Ipv4, Family::Ipv6] {
             let nets = of_family(listed, family);
             match (self.set(family), nets.first()) {
-                (Some(set), _) => set.check_claim(&nets, &node.to_owned()).map_err(|error| error.to_string())?,
-                (None, Some(net)) => {
-                    return Err(format!("allocator not configured for the requested CIDR {net}: {family} has no pool"));
-                }
+                (Some(set), _) => set.check_claim(&nets, &node.to_owned()).map_err(|error| refused(&error))?,
+                (None, Some(net)) => return Err(no_pool(family, *net)),
                 (None, None) => {}
             }
         }
@@ -483,12 +476,12 @@ impl Ledger {
     }
 
     /// Books what [`Self::judge`] accepted, or what is recorded.
-    fn book(&mut self, name: &str, uid: Option<&str>, listed: &[IpNet]) -> Result<(), String> {
+    fn book(&mut self, name: &str, uid: Option<&str>, listed: &[IpNet]) -> Result<(), Verdict> {
         let name = name.to_owned();
         let mut blocks = Vec::new();
         for family in [Family::Ipv4, Family::Ipv6] {
             if let Some(set) = self.set_mut(family) {
-                blocks.extend(set.claim(&of_family(listed, family), &name).map_err(|error| error.to_string())?);
+                blocks.extend(set.claim(&of_family(listed, family), &name).map_err(|error| refused(&error))?);
             }
         }
         self.nodes.insert(name, Known { uid: uid.map(str::to_owned), blocks });
@@ -514,7 +507,7 @@ impl Ledger {
         avoid: &[IpNet],
         settled: bool,
         full: &mut BTreeSet<Family>,
-    ) -> Result<(), String> {
+    ) -> Result<(), Verdict> {
         let has = |family| {
             let known = self.nodes.get(&node.name);
             known.is_some_and(|known| known.blocks.iter().any(|block| Family::of_net(&block.net) == family))
@@ -524,25 +517,19 @@ impl Ledger {
             let Some(set) = self.set(*family) else { continue };
             let own = set.own_quarantined(&node.name, avoid);
             if own.is_none() && !settled {
-                return Err(format!(
-                    "no {family} {NOT_YET}, or the API server was restored from a backup, and \
-                     nodes list first what they have; two minutes later this node gets one"
-                ));
+                return Err(not_settled(*family));
             }
             if own.is_none() && (full.contains(family) || set.peek(avoid).is_err()) {
                 full.insert(*family);
-                return Err(format!(
-                    "unable to allocate a {family} pod CIDR: {FULL} ({set}); add a CIDR to the list, or wait \
-                     until the blocks of deleted nodes have rested"
-                ));
+                return Err(exhausted(*family, set));
             }
         }
         let mut blocks = Vec::new();
         for family in missing {
             let Some(set) = self.set_mut(family) else { continue };
             let given = match set.own_quarantined(&node.name, avoid) {
-                Some(own) => set.claim(&[own], &node.name).map_err(|error| error.to_string())?,
-                None => vec![set.take(node.name.clone(), avoid).map_err(|error| error.to_string())?],
+                Some(own) => set.claim(&[own], &node.name).map_err(|error| refused(&error))?,
+                None => vec![set.take(node.name.clone(), avoid).map_err(|_| exhausted(family, set))?],
             };
             blocks.extend(given);
         }
@@ -567,18 +554,13 @@ impl Ledger {
         avoid
     }
 
-    /// Told to a node whose block belongs to the pool as it was configured before.
-    fn legacy_note(&self, node: &str) -> Option<String> {
+    /// The verdict on a node whose pod CIDR belongs to the pool as it was configured before.
+    fn outside_pool(&self, node: &str) -> Option<Verdict> {
         let blocks = &self.nodes.get(node)?.blocks;
         blocks.iter().find_map(|block| {
             let set = self.set(Family::of_net(&block.net))?;
             let current = set.carvings().iter().any(|carving| carving.is_block(&block.net));
-            (!current).then(|| {
-                format!(
-                    "pod CIDR {} {OUTSIDE_POOL} ({set}); to renumber, delete this CiliumNode and re-create the node's pods",
-                    block.net
-                )
-            })
+            (!current).then(|| outside_pool(block.net, set))
         })
     }
 
@@ -608,30 +590,65 @@ impl Ledger {
     }
 }
 
-const OUTSIDE_POOL: &str = "is kept, but is not a block of the pool as configured now";
+// The texts of verdicts. Agents of the release before recognise them by parts (`legacy_verdicts`): those parts stay for this
+// release.
 
-const CONFLICT: &str = "node has CIDRs allocated that conflict";
+/// An element longer than this is cut in the text: an annotation repeats it.
+const LONGEST_ELEMENT: usize = 100;
 
-/// Whether an error that was written to a node says that it lists something else than it was given.
-#[must_use]
-pub fn is_conflict(error: &str) -> bool {
-    error.contains(CONFLICT)
+fn invalid(element: &str) -> Verdict {
+    let shown: String = element.chars().take(LONGEST_ELEMENT).collect();
+    let text = format!("spec.ipam.podCIDRs holds {shown:?}, which is not a CIDR; expected one such as 10.0.1.0/24");
+    Verdict { code: Code::InvalidCidr, cidr: None, text }
 }
 
-const NOT_YET: &str = "pod CIDR yet: nobody led for a while";
-const FULL: &str = "the pool is full";
-
-/// Whether an error that was written to a node says that what it lists is not its to have.
-#[must_use]
-pub fn is_refusal(error: &str) -> bool {
-    !error.is_empty() && !is_outside_pool(error) && !error.contains(NOT_YET) && !error.contains(FULL)
+fn conflict(listed: IpNet, recorded: &[IpNet]) -> Verdict {
+    let recorded = recorded.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let text = format!(
+        "node has CIDRs allocated that conflict: it lists {listed} but was given {recorded}; when it lists only what it was \
+         given, or its CiliumNode is deleted while it has no pods, all is well"
+    );
+    Verdict { code: Code::Conflict, cidr: Some(listed), text }
 }
 
-/// Whether an error that was written to a node says that the node keeps a block of an earlier configuration: it needs no
-/// repair.
-#[must_use]
-pub fn is_outside_pool(error: &str) -> bool {
-    error.contains(OUTSIDE_POOL)
+fn refused(error: &ClaimError<String>) -> Verdict {
+    let (code, net) = match error {
+        ClaimError::OutOfRange { net, .. } => (Code::OutOfRange, net),
+        ClaimError::NotABlock { net, .. } => (Code::NotAligned, net),
+        ClaimError::Overlapping { net, .. } => (Code::Overlapping, net),
+        ClaimError::Held { net, .. } => (Code::AlreadyAllocated, net),
+        ClaimError::InQuarantine { net, .. } => (Code::InQuarantine, net),
+    };
+    Verdict { code, cidr: Some(*net), text: error.to_string() }
+}
+
+fn no_pool(family: Family, net: IpNet) -> Verdict {
+    let text = format!("allocator not configured for the requested CIDR {net}: {family} has no pool");
+    Verdict { code: Code::NoPool, cidr: Some(net), text }
+}
+
+fn outside_pool(net: IpNet, pool: &BlockSet<String>) -> Verdict {
+    let text = format!(
+        "pod CIDR {net} is kept, but is not a block of the pool as configured now ({pool}); to renumber, delete this \
+         CiliumNode and re-create the node's pods"
+    );
+    Verdict { code: Code::OutsidePool, cidr: Some(net), text }
+}
+
+fn not_settled(family: Family) -> Verdict {
+    let text = format!(
+        "no {family} pod CIDR yet: nobody led for a while, or the API server was restored from a backup, and nodes list \
+         first what they have; two minutes later this node gets one"
+    );
+    Verdict { code: Code::NotSettled, cidr: None, text }
+}
+
+fn exhausted(family: Family, pool: &BlockSet<String>) -> Verdict {
+    let text = format!(
+        "unable to allocate a {family} pod CIDR: the pool is full ({pool}); add a CIDR to the list, or wait until the blocks \
+         of deleted nodes have rested"
+    );
+    Verdict { code: Code::PoolExhausted, cidr: None, text }
 }
 
 /// The CIDRs of a family, each once, in their order.
@@ -660,8 +677,10 @@ pub struct NodePlan {
     pub uid: String,
     /// `spec.ipam.podCIDRs` to write; `None` when it is right or must not be touched.
     pub pod_cidrs: Option<Vec<IpNet>>,
-    /// `status.ipam.operator-status.error` to write, empty to clear it; `None` when it is right.
-    pub error: Option<String>,
+    /// What annotation and `status.ipam.operator-status.error` have to say; none clears both.
+    pub verdict: Option<Verdict>,
+    /// The annotation of that verdict on the list as it is after the write.
+    pub annotation: Option<String>,
     /// What the node's agent listed by itself is the node's block: it is no claim any more.
     pub accepted: bool,
 }
@@ -704,7 +723,7 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
     }
 
     // Claims first, over all nodes, so that nothing is given which somebody has.
-    let mut errors: BTreeMap<&str, String> = BTreeMap::new();
+    let mut verdicts: BTreeMap<&str, Verdict> = BTreeMap::new();
     let mut avoid: BTreeMap<IpNet, String> = BTreeMap::new();
     let mut refused = BTreeSet::new();
     for node in &nodes {
@@ -732,27 +751,31 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
     let avoid: Vec<IpNet> = avoid.into_keys().collect();
     let mut full = BTreeSet::new();
     for node in nodes.iter().filter(|node| !node.deleting && !ledger.refused.contains(&node.uid)).collect::<Vec<_>>() {
-        if let Err(error) = ledger.complete(node, &avoid, input.settled, &mut full) {
-            errors.insert(&node.name, error);
+        if let Err(verdict) = ledger.complete(node, &avoid, input.settled, &mut full) {
+            verdicts.insert(&node.name, verdict);
         }
     }
     // Bookings were only added since a claim was refused, so it is refused still; perhaps for another reason.
     for node in nodes.iter().filter(|node| ledger.refused.contains(&node.uid)) {
-        if let Err(error) = ledger.judge(node) {
-            errors.insert(&node.name, error);
+        if let Err(verdict) = ledger.judge(node) {
+            verdicts.insert(&node.name, verdict);
         }
     }
 
     let mut planned = BTreeMap::new();
     for node in nodes.into_iter().filter(|node| !node.deleting) {
         let pod_cidrs = spec_to_write(&ledger, node);
-        let error = errors.remove(node.name.as_str()).or_else(|| ledger.legacy_note(&node.name)).unwrap_or_default();
-        let error = (error != node.error).then_some(error);
+        let verdict = verdicts.remove(node.name.as_str()).or_else(|| ledger.outside_pool(&node.name));
+        let list = pod_cidrs.as_ref().map(|nets| nets.iter().map(ToString::to_string).collect::<Vec<_>>());
+        let annotation = verdict.as_ref().map(|verdict| verdict.annotation(list.as_ref().unwrap_or(&node.pod_cidrs)));
+        let is_shown =
+            annotation == node.annotation && verdict.as_ref().map_or("", |verdict| verdict.text.as_str()) == node.error;
         let known = ledger.nodes.get(&node.name);
         let accepted = known
             .is_some_and(|known| node.claim.is_some_and(|claim| known.blocks.iter().any(|block| block.net == claim)));
-        if pod_cidrs.is_some() || error.is_some() || accepted {
-            planned.insert(node.name.clone(), NodePlan { uid: node.uid.clone(), pod_cidrs, error, accepted });
+        if pod_cidrs.is_some() || !is_shown || accepted {
+            let uid = node.uid.clone();
+            planned.insert(node.name.clone(), NodePlan { uid, pod_cidrs, verdict, annotation, accepted });
         }
     }
     Plan { nodes: planned, records: Some(ledger.records()), ledger }

@@ -5,7 +5,7 @@
 //! blocks must see every one that pods have addresses of.
 
 use crate::ip::overlaps;
-use crate::ipam::cluster::cluster_pool::is_conflict;
+use crate::ipam::verdict::{Code, Verdict};
 use ipnet::{IpNet, Ipv4Net};
 use std::net::Ipv4Addr;
 
@@ -34,8 +34,10 @@ pub struct Listed<'a> {
     pub pod_cidrs: &'a [String],
     /// The block that [`CLAIM`] names.
     pub claim: Option<Ipv4Net>,
-    /// Why the operator refuses what is listed, or was listed a moment ago.
-    pub refusal: Option<&'a str>,
+    /// The operator's verdict on what is listed, if it is a refusal.
+    pub refusal: Option<&'a Verdict>,
+    /// The operator refuses what is listed, or refused an earlier list and has not judged this one yet.
+    pub is_contested: bool,
 }
 
 /// What is chosen from.
@@ -101,7 +103,7 @@ pub fn choose(input: &Input<'_>) -> Choice {
     let node = input.node;
     let Some(served) = input.served else { return first(input) };
     // What is being left may have gone off the list already, and be another node's.
-    let Some(Listed { pod_cidrs, claim, refusal }) = input.listed else {
+    let Some(Listed { pod_cidrs, claim, refusal, is_contested }) = input.listed else {
         return Choice { served: Some(served.clone()), list: None, wait: None };
     };
     let as_it_is = Served { leaving: false, ..served.clone() };
@@ -133,13 +135,13 @@ pub fn choose(input: &Input<'_>) -> Choice {
         |leftover: &Ipv4Net| input.beyond.is_none_or(|beyond| beyond.iter().any(|held| leftover.contains(held)));
     let list = || {
         // What is served in its place was refused with it: it is claimed, for the operator to accept.
-        let claim = refusal.map(|_| block);
+        let claim = is_contested.then_some(block);
         leftover.filter(|leftover| !is_held(leftover)).map(|leftover| List { claim, ..without(pod_cidrs, leftover) })
     };
     let Some(other) = others.first().copied() else {
         // What this node listed by itself, and was not given another block instead of, is accepted once it is heard of.
         let is_refused = refusal.is_some_and(|refusal| {
-            refusal.contains(&block.to_string()) && (input.taken || (claimed && !is_conflict(refusal)))
+            refusal.refuses(IpNet::V4(block)) && (input.taken || (claimed && refusal.code != Code::Conflict))
         });
         if !input.held && is_refused {
             return Choice { served: None, list: Some(without(pod_cidrs, block)), wait: Some(lost(block)) };
@@ -150,8 +152,9 @@ pub fn choose(input: &Input<'_>) -> Choice {
         let wait = if claimed {
             Some(kept(node, block, other))
         } else {
-            refusal
-                .map(|refusal| format!("CiliumNode {node:?} lists {other} beside {block}, which is served: {refusal}"))
+            refusal.map(|Verdict { text, .. }| {
+                format!("CiliumNode {node:?} lists {other} beside {block}, which is served: {text}")
+            })
         };
         return Choice { served: Some(confirmed), list: list(), wait };
     }
@@ -264,7 +267,9 @@ mod tests {
 
     const A: &str = "10.33.0.0/26";
     const B: &str = "10.33.0.64/26";
-    const CONFLICT: &str = "node has CIDRs allocated that conflict";
+    fn refusal(code: Code, block: &str) -> Verdict {
+        Verdict { code, cidr: Some(IpNet::V4(net(block))), text: format!("{block}: {}", code.help()) }
+    }
 
     /// The block to serve, and the list to write with its claim.
     type Short = (Option<String>, Option<(Vec<String>, Option<String>)>);
@@ -274,7 +279,7 @@ mod tests {
         now: Option<&'a Served>,
         listed: &'a [&'a str],
         claim: Option<&'a str>,
-        refusal: Option<&'a str>,
+        refusal: Option<&'a Verdict>,
         taken: bool,
         node_uid: Option<&'a str>,
     }
@@ -285,7 +290,8 @@ mod tests {
     impl Seen<'_> {
         fn choice(&self, held: bool) -> Choice {
             let pod_cidrs = texts(self.listed);
-            let listed = Listed { pod_cidrs: &pod_cidrs, claim: self.claim.map(net), refusal: self.refusal };
+            let (refusal, is_contested) = (self.refusal, self.refusal.is_some());
+            let listed = Listed { pod_cidrs: &pod_cidrs, claim: self.claim.map(net), refusal, is_contested };
             choose(&Input {
                 node: "n1",
                 served: self.now,
@@ -354,7 +360,8 @@ mod tests {
         let wait = seen.choice(true).wait.unwrap();
         assert!(wait.contains(A) && wait.contains(B) && wait.contains("drain"), "{wait}");
         // So it stays, and nothing more is written.
-        let claimed = Seen { listed: &[A, B], claim: Some(A), refusal: Some(CONFLICT), ..seen };
+        let conflict = refusal(Code::Conflict, A);
+        let claimed = Seen { listed: &[A, B], claim: Some(A), refusal: Some(&conflict), ..seen };
         assert_eq!(claimed.short(true), is(A));
         assert!(claimed.choice(true).wait.is_some());
     }
@@ -362,7 +369,8 @@ mod tests {
     #[test]
     fn the_other_block_is_taken_when_nothing_is_held_and_the_first_goes_off_the_list() {
         let (a, b) = (served(A), served(B));
-        let claimed = Seen { now: Some(&a), listed: &[A, B], claim: Some(A), refusal: Some(CONFLICT), ..NOTHING };
+        let conflict = refusal(Code::Conflict, A);
+        let claimed = Seen { now: Some(&a), listed: &[A, B], claim: Some(A), refusal: Some(&conflict), ..NOTHING };
         assert_eq!(claimed.short(false), is(B));
         assert_eq!(Seen { now: Some(&b), ..claimed }.short(true), writes(B, &[B], Some(B)));
         assert_eq!(Seen { now: Some(&b), refusal: None, ..claimed }.short(true), writes(B, &[B], None));
@@ -390,7 +398,7 @@ mod tests {
     #[test]
     fn a_drained_node_gives_up_what_is_refused_to_it() {
         let now = served(A);
-        let belongs = format!("{A} belongs to n2");
+        let belongs = refusal(Code::AlreadyAllocated, A);
         let seen = Seen { now: Some(&now), listed: &[A], refusal: Some(&belongs), taken: true, ..NOTHING };
         assert_eq!(seen.short(true), is(A));
         assert_eq!(seen.short(false), (None, Some((Vec::new(), None))));
@@ -400,9 +408,12 @@ mod tests {
         // The one that it belongs to keeps it.
         assert_eq!(Seen { refusal: None, ..seen }.short(false), is(A));
         // So does one whose claim is accepted as soon as an operator hears of it.
-        let stale = format!("{CONFLICT} {A}");
-        let alone = Seen { taken: false, claim: Some(A), refusal: Some(&stale), ..seen };
+        let conflict = refusal(Code::Conflict, A);
+        let alone = Seen { taken: false, claim: Some(A), refusal: Some(&conflict), ..seen };
         assert_eq!(alone.short(false), is(A));
+        // A refusal of another pod CIDR is none of this one, whose text is a part of the other's.
+        let other = refusal(Code::AlreadyAllocated, "110.33.0.0/26");
+        assert_eq!(Seen { refusal: Some(&other), ..seen }.short(false), is(A));
         // Off the list, it is not claimed again.
         let leaving = Served { leaving: true, ..now.clone() };
         assert_eq!(Seen { now: Some(&leaving), listed: &[], taken: false, ..seen }.short(false), (None, None));

@@ -1,4 +1,5 @@
 use super::*;
+use crate::ipam::verdict::Standing;
 use proptest::prelude::*;
 
 fn net(text: &str) -> IpNet {
@@ -34,6 +35,7 @@ fn node(name: &str, created: i64, pod_cidrs: &[&str]) -> Node {
         pod_cidrs: pod_cidrs.iter().map(|text| (*text).to_owned()).collect(),
         claim: None,
         error: String::new(),
+        annotation: None,
     }
 }
 
@@ -72,9 +74,13 @@ impl Cluster {
             if let Some(nets) = &change.pod_cidrs {
                 node.pod_cidrs = nets.iter().map(ToString::to_string).collect();
             }
-            if let Some(error) = &change.error {
-                node.error.clone_from(error);
-            }
+            node.error = change.verdict.as_ref().map(|verdict| verdict.text.clone()).unwrap_or_default();
+            node.annotation.clone_from(&change.annotation);
+            // What an agent acts on, of this release and of the release before.
+            let read = Standing::read(node.annotation.as_deref(), &node.pod_cidrs, Some(&node.error));
+            assert_eq!(read.verdict, change.verdict);
+            assert_eq!(read, Standing::read(None, &node.pod_cidrs, Some(&node.error)));
+            assert_eq!(read.refusal().is_some(), is_refusal_to_the_release_before(&node.error));
             if change.accepted {
                 node.claim = None;
             }
@@ -99,9 +105,25 @@ impl Cluster {
         self.nodes.iter_mut().find(|node| node.name == name).unwrap()
     }
 
+    fn code(&self, name: &str) -> Option<Code> {
+        let node = self.get(name);
+        let standing = Standing::read(node.annotation.as_deref(), &node.pod_cidrs, Some(&node.error));
+        standing.verdict.map(|verdict| verdict.code)
+    }
+
     fn cidrs(&self, name: &str) -> Vec<&str> {
         self.get(name).pod_cidrs.iter().map(String::as_str).collect()
     }
+}
+
+/// How agents of the release before tell a refusal from the other texts.
+fn is_refusal_to_the_release_before(error: &str) -> bool {
+    let others = [
+        "is kept, but is not a block of the pool as configured now",
+        "pod CIDR yet: nobody led for a while",
+        "the pool is full",
+    ];
+    !error.is_empty() && !others.iter().any(|other| error.contains(other))
 }
 
 /// The five nodes of B4, four of them served.
@@ -185,6 +207,27 @@ fn the_first_list_element_with_a_free_block_gives_it() {
     assert_eq!(cluster.cidrs("n4"), ["10.34.0.64/26"]);
     assert!(cluster.cidrs("n5").is_empty());
     assert!(cluster.get("n5").error.contains("full"), "{}", cluster.get("n5").error);
+    assert_eq!(cluster.code("n5"), Some(Code::PoolExhausted));
+}
+
+#[test]
+fn a_verdict_is_written_again_for_another_list_though_its_text_is_the_same() {
+    let mut cluster = five_nodes();
+    cluster.get_mut("n1").pod_cidrs = vec!["10.34.0.64/26".to_owned()];
+    cluster.round();
+    let (error, annotation) = (cluster.get("n1").error.clone(), cluster.get("n1").annotation.clone());
+    cluster.get_mut("n1").pod_cidrs.push("10.34.0.0/26".to_owned());
+    assert_eq!(cluster.code("n1"), None, "the judged list is another one");
+    assert_eq!(cluster.round(), ["n1"]);
+    assert_eq!((cluster.code("n1"), &cluster.get("n1").error), (Some(Code::Conflict), &error));
+    assert_ne!(cluster.get("n1").annotation, annotation);
+    // A text that an operator of the release before left is given its annotation.
+    cluster.get_mut("n1").annotation = None;
+    assert_eq!(cluster.round(), ["n1"]);
+    // When all is well, both go.
+    cluster.get_mut("n1").pod_cidrs = vec!["10.33.0.0/26".to_owned()];
+    cluster.round();
+    assert_eq!((cluster.get("n1").annotation.as_deref(), cluster.get("n1").error.as_str()), (None, ""));
 }
 
 // case: ipam B5
@@ -353,7 +396,7 @@ fn three_hundred_nodes_get_distinct_blocks_with_one_write_each_and_a_lost_one_is
     let again = cluster.plan();
     assert_eq!(again.nodes.len(), 1);
     assert_eq!(again.nodes["n150"].pod_cidrs, lost.pod_cidrs);
-    assert_eq!(again.nodes["n150"].error, Some(String::new()));
+    assert_eq!(again.nodes["n150"].verdict, None);
     cluster.apply(again);
     assert!(cluster.round().is_empty());
 }
@@ -524,7 +567,8 @@ fn a_node_that_claims_what_it_has_and_heard_of_nothing_else_keeps_it() {
     let b = cluster.get_mut("b");
     (b.pod_cidrs, b.claim) = (vec!["10.33.0.128/26".into()], Some(net("10.33.0.128/26")));
     cluster.round();
-    assert!(is_refusal(&cluster.get("b").error) && cluster.records.blocks["b"] == [net("10.33.0.64/26")]);
+    assert_eq!(cluster.code("b"), Some(Code::Conflict));
+    assert_eq!(cluster.records.blocks["b"], [net("10.33.0.64/26")]);
 }
 
 #[test]

@@ -1,0 +1,163 @@
+//! Writing CiliumNodes as operator: pod CIDRs and verdicts of every node, as merge patches of these fields only.
+
+use super::written::Written;
+use super::{KubernetesError, Leadership, OPERATOR};
+use crate::reconciler::Operations;
+use crate::tables::Reader;
+use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow};
+use cistern_core::ipam::node::cluster_pool;
+use cistern_core::ipam::verdict;
+use cistern_crds::CiliumNode;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client, ResourceExt};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+
+const KIND: &str = "CiliumNode";
+
+/// Pod CIDRs and verdicts of every node; writes only while this process leads.
+#[derive(Debug)]
+pub struct PodCidrs {
+    api: Api<CiliumNode>,
+    seen: Reader<String, CiliumNodeRow>,
+    leadership: Leadership,
+    written: BTreeMap<String, Written<CiliumNodeIpam>>,
+}
+
+impl PodCidrs {
+    /// Writes the objects that `seen` lists.
+    #[must_use]
+    pub fn new(client: Client, seen: Reader<String, CiliumNodeRow>, leadership: Leadership) -> Self {
+        Self { api: Api::all(client), seen, leadership, written: BTreeMap::new() }
+    }
+
+    /// Writes what differs from `row`; answers the object if anything does.
+    ///
+    /// The annotation of a verdict comes before its text, so that no agent finds a text whose code it cannot know. A refusal
+    /// that is withdrawn goes the other way: without its text the annotation is no verdict, and a text without annotation
+    /// would be taken for one of the release before.
+    async fn write(
+        &self,
+        name: &str,
+        value: &CiliumNodeIpam,
+        row: &CiliumNodeRow,
+    ) -> Result<Option<CiliumNode>, KubernetesError> {
+        let has_text = value.error == row.operator_error;
+        let is_listed = value.pod_cidrs == row.pod_cidrs
+            && value.claim == row.claim
+            && value.verdict_annotation == row.verdict_annotation;
+        // The precondition is what the plan was made from: nobody else wrote this node's list since.
+        let mut version = row.resource_version.clone();
+        let mut answer = None;
+        if !has_text && value.withdraws_refusal {
+            let object = self.patch(name, &error_patch(value, Some(&version)), true).await?;
+            version = object.resource_version().unwrap_or(version);
+            answer = Some(object);
+        }
+        if !is_listed {
+            let mut metadata = Map::from_iter([("resourceVersion".to_owned(), json!(version))]);
+            let mut annotations = Map::new();
+            if value.claim != row.claim {
+                annotations.insert(cluster_pool::CLAIM.to_owned(), json!(value.claim));
+            }
+            if value.verdict_annotation != row.verdict_annotation {
+                annotations.insert(verdict::ANNOTATION.to_owned(), json!(value.verdict_annotation));
+            }
+            if !annotations.is_empty() {
+                metadata.insert("annotations".to_owned(), Value::Object(annotations));
+            }
+            let mut patch = Map::from_iter([("metadata".to_owned(), Value::Object(metadata))]);
+            if value.pod_cidrs != row.pod_cidrs {
+                patch.insert("spec".to_owned(), json!({"ipam": {"podCIDRs": value.pod_cidrs}}));
+            }
+            answer = Some(self.patch(name, &Value::Object(patch), false).await?);
+        }
+        if !has_text && !value.withdraws_refusal {
+            answer = Some(self.patch(name, &error_patch(value, None), true).await?);
+        }
+        Ok(answer)
+    }
+
+    async fn patch(&self, name: &str, patch: &Value, status: bool) -> Result<CiliumNode, KubernetesError> {
+        let verb = if status { "patch status of" } else { "patch" };
+        let params = PatchParams { field_manager: Some(OPERATOR.to_owned()), ..PatchParams::default() };
+        let patch = Patch::Merge(patch);
+        if status {
+            self.leadership.write(verb, KIND, name, self.api.patch_status(name, &params, &patch)).await
+        } else {
+            self.leadership.write(verb, KIND, name, self.api.patch(name, &params, &patch)).await
+        }
+    }
+}
+
+impl Operations for PodCidrs {
+    type Key = String;
+    type Value = CiliumNodeIpam;
+    type Error = KubernetesError;
+
+    async fn update(&mut self, name: &String, value: &CiliumNodeIpam) -> Result<(), KubernetesError> {
+        let snapshot = self.seen.peek();
+        // Deleted since it was planned: nothing to write (`ipam` 2.2.9). Changed since: the plan that knows of it follows.
+        let Some(row) =
+            snapshot.rows.get(name).filter(|row| row.uid == value.uid && row.resource_version == value.planned_from)
+        else {
+            return Ok(());
+        };
+        // So does the one that knows of what was written here last.
+        if self.written.get(name).is_some_and(|written| written.is_newer_than(&snapshot)) {
+            return Ok(());
+        }
+        match self.write(name, value, row).await {
+            Ok(Some(object)) => {
+                self.written.insert(name.clone(), Written::new(snapshot.followed, &object, value.clone()));
+                Ok(())
+            }
+            Ok(None) => Ok(()),
+            Err(error) if error.is_not_found() => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn delete(&mut self, name: &String) -> Result<(), KubernetesError> {
+        // A row that left the plan is an object that is gone; blocks are never taken from one that exists.
+        self.written.remove(name);
+        Ok(())
+    }
+
+    async fn observe(&mut self) -> Result<BTreeMap<String, CiliumNodeIpam>, KubernetesError> {
+        let snapshot = self.seen.synced().await;
+        self.written.retain(|_, written| written.is_newer_than(&snapshot));
+        Ok(snapshot
+            .rows
+            .iter()
+            .map(|(name, row)| {
+                let value = self.written.get(name).map_or_else(
+                    || CiliumNodeIpam {
+                        uid: row.uid.clone(),
+                        planned_from: row.resource_version.clone(),
+                        pod_cidrs: row.pod_cidrs.clone(),
+                        claim: row.claim,
+                        error: row.operator_error.clone(),
+                        verdict_annotation: row.verdict_annotation.clone(),
+                        withdraws_refusal: row.standing.is_contested && row.verdict_annotation.is_none(),
+                    },
+                    |written| written.value.clone(),
+                );
+                (name.clone(), value)
+            })
+            .collect())
+    }
+
+    async fn changed(&mut self) {
+        self.seen.changed().await;
+    }
+}
+
+/// The text of a verdict, for the object at `version` alone where one is given.
+fn error_patch(value: &CiliumNodeIpam, version: Option<&str>) -> Value {
+    let status = json!({"ipam": {"operator-status": {"error": value.error.as_deref().unwrap_or_default()}}});
+    match version {
+        Some(version) => json!({"metadata": {"resourceVersion": version}, "status": status}),
+        None => json!({"status": status}),
+    }
+}
