@@ -15,7 +15,7 @@
 //! | [`format`] | whether a build understands a document that another build wrote |
 //! | [`moment`] | which of two things came first, whatever the clocks say |
 //! | [`uninstall`] | what a request to clean a node and its answer say |
-//! | [`reconcile`] | differences between desired and observed, and when to try again |
+//! | [`reconcile`] | what an error means for the next try, and when that is |
 
 pub mod cni;
 pub mod format;

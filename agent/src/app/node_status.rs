@@ -431,7 +431,7 @@ impl NodeStatus {
         let excluded = self.excluded.peek();
         let mut node = Node {
             device: *device,
-            endpoints: endpoints.rows.clone(),
+            endpoints: endpoints.rows.to_map(),
             excluded: excluded
                 .rows
                 .iter()

@@ -3,7 +3,7 @@
 use crate::state::{SetAside, StateDir};
 use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::{PeerRow, PoolRow};
-use crate::tables::{Reader, Table, Waits};
+use crate::tables::{Reader, Rows, Table, Waits};
 use cistern_core::masquerade::excluded::ConfigFile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ const FORMAT: u32 = 1;
 struct Remembered {
     format: u32,
     pool: Option<PoolRow>,
-    peers: BTreeMap<String, PeerRow>,
+    peers: Rows<String, PeerRow>,
 }
 
 /// Tables that begin with what was known last.
@@ -44,7 +44,7 @@ pub fn tables(state: &StateDir, findings: &Findings) -> Seeded {
     findings.add(STATE, set_aside.as_ref().map(unreadable));
     if let Some(remembered) = remembered {
         tracing::info!(block = ?remembered.pool.as_ref().map(|row| row.pod_cidr), nodes = remembered.peers.len(), "serving from what was known last");
-        peers.publish(remembered.peers);
+        peers.publish(remembered.peers.to_map());
         if let Some(row) = remembered.pool {
             on_disk.publish(BTreeMap::from([((), row.clone())]));
             pool.publish(BTreeMap::from([((), row)]));

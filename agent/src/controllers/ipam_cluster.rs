@@ -2,7 +2,7 @@
 
 use crate::clock::Clock;
 use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow};
-use crate::tables::{Reader, Table, Waits};
+use crate::tables::{Reader, Rows, Table, Waits};
 use cistern_core::ipam::cluster::cluster_pool::{Input, Ledger, Node, Plan, Records, Settings, plan};
 use ipnet::IpNet;
 use jiff::Timestamp;
@@ -223,7 +223,7 @@ impl Kept {
     }
 }
 
-fn has_old(rows: &BTreeMap<String, CiliumNodeRow>, now: Timestamp) -> bool {
+fn has_old(rows: &Rows<String, CiliumNodeRow>, now: Timestamp) -> bool {
     let age = |row: &CiliumNodeRow| Duration::try_from(now.duration_since(row.created?)).ok();
     rows.values().filter_map(age).any(|age| age > OLD)
 }
@@ -240,7 +240,7 @@ fn until_quarantine_ends(records: &Records, now: Timestamp) -> Duration {
         .clamp(PASS, LONGEST)
 }
 
-fn input(rows: &BTreeMap<String, CiliumNodeRow>, settled: bool) -> Input {
+fn input(rows: &Rows<String, CiliumNodeRow>, settled: bool) -> Input {
     let nodes = rows
         .iter()
         .map(|(name, row)| Node {

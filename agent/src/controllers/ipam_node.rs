@@ -2,14 +2,13 @@
 
 use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::{CiliumNodeRow, HeldRow, NetworkRow, NodeRow, PeerRow, PoolRow, lists_of};
-use crate::tables::{Reader, Table, Waits};
+use crate::tables::{Reader, Rows, Table, Waits};
 use cistern_core::ipam::node::host_scope::NodeCidrs;
 use cistern_core::ipam::node::pod_cidr::contested;
 use cistern_core::ipam::node::{cluster_pool, host_scope};
 use cistern_core::ipam::{Overlap, find_overlaps};
 use cistern_core::settings::IpamMode;
 use ipnet::{IpNet, Ipv4Net};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// What the pool comes from.
@@ -39,7 +38,7 @@ pub struct Inputs {
 #[derive(Debug)]
 struct Input<'a> {
     node: &'a str,
-    peers: &'a BTreeMap<String, PeerRow>,
+    peers: &'a Rows<String, PeerRow>,
     network: &'a NetworkRow,
     /// What is served now.
     current: Option<&'a PoolRow>,
@@ -54,7 +53,7 @@ enum Source<'a> {
     /// Its CiliumNode.
     CiliumNode {
         /// Every CiliumNode; none before the API server has told.
-        all: Option<&'a BTreeMap<String, CiliumNodeRow>>,
+        all: Option<&'a Rows<String, CiliumNodeRow>>,
         /// UID of the Node, where it is known.
         node_uid: Option<&'a str>,
     },
@@ -217,8 +216,9 @@ pub fn overlaps_of(network: &NetworkRow, ranges: &[Ipv4Net]) -> Vec<Overlap> {
 mod tests {
     use super::*;
     use crate::tables::rows::LinkRow;
+    use std::collections::BTreeMap;
 
-    fn peers(rows: &[(&str, &[&str])]) -> BTreeMap<String, PeerRow> {
+    fn peers(rows: &[(&str, &[&str])]) -> Rows<String, PeerRow> {
         rows.iter()
             .map(|(name, cidrs)| {
                 let pod_cidrs = cidrs.iter().map(|cidr| cidr.parse().unwrap()).collect();
@@ -241,9 +241,9 @@ mod tests {
         NetworkRow { links: BTreeMap::from([(2, link)]), routes: Vec::new() }
     }
 
-    fn of_cilium_node(node: &str, peers: &BTreeMap<String, PeerRow>) -> Planned {
+    fn of_cilium_node(node: &str, peers: &Rows<String, PeerRow>) -> Planned {
         let network = network("172.29.8.20/24");
-        let rows: BTreeMap<String, CiliumNodeRow> = peers
+        let rows: Rows<String, CiliumNodeRow> = peers
             .iter()
             .map(|(name, peer)| {
                 let pod_cidrs = peer.pod_cidrs.iter().map(ToString::to_string).collect();
@@ -272,7 +272,7 @@ mod tests {
         let (old, new) = ("10.201.3.0/24".parse().unwrap(), "10.201.9.0/24".parse().unwrap());
         let planned = |current: &PoolRow, any: bool, leaving: bool| {
             let source = Source::Node { row: Some(&node), require_ipv6: false };
-            let peers = BTreeMap::new();
+            let peers = Rows::new();
             let held = HeldRow { pod_cidr: Some(old), any, leaving, beyond: Vec::new() };
             let current = Some(current);
             plan(&Input { node: "n1", peers: &peers, network: &network, current, held: Some(&held), source }).row

@@ -1,7 +1,7 @@
 //! How pod traffic that leaves the cluster is treated: devices, excluded destinations, settings of the datapath.
 
 use crate::tables::rows::{ChosenDevice, FileContent, MasqueradeRow, NetworkRow, PeerRow};
-use crate::tables::{Reader, Table};
+use crate::tables::{Reader, Rows, Table};
 use cistern_core::masquerade::excluded::{self, ConfigFile, Found, ListSource, Outcome};
 use cistern_core::masquerade::plan::{
     AddressFacts, AttachmentEntry, DatapathSettings, DeviceEntry, DeviceFacts, ExcludedReason, ExclusionSources,
@@ -187,7 +187,7 @@ fn source(settings: &Settings, outcome: &Outcome) -> String {
 
 fn sources(
     inputs: &Inputs,
-    peers: &BTreeMap<String, PeerRow>,
+    peers: &Rows<String, PeerRow>,
     network: &NetworkRow,
     outcome: &Outcome,
 ) -> ExclusionSources {

@@ -1,12 +1,12 @@
 //! What of the tables' changes people should find as events.
 
-use crate::tables::Reader;
 use crate::tables::findings::{FindingKey, FindingRow};
 use crate::tables::notices::{Notices, Reason};
 use crate::tables::rows::{CiliumNodeRow, PoolRow, Wait};
+use crate::tables::{Reader, Rows};
 use cistern_core::ipam::verdict::Code;
 use jiff::Timestamp;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -98,17 +98,18 @@ pub async fn cluster(mut cilium_nodes: Reader<String, CiliumNodeRow>, notices: N
     }
 }
 
-/// Nodes whose verdict is another one than before. A text without code is another operator's to report.
+/// Nodes whose verdict is another one than before, among those that changed. A text without code is another operator's to
+/// report.
 fn errors<'a>(
-    before: &'a BTreeMap<String, CiliumNodeRow>,
-    now: &'a BTreeMap<String, CiliumNodeRow>,
+    before: &'a Rows<String, CiliumNodeRow>,
+    now: &'a Rows<String, CiliumNodeRow>,
 ) -> impl Iterator<Item = (&'a str, Reason, &'a str)> {
-    now.iter().filter_map(|(name, row)| {
-        let verdict = row.standing.verdict.as_ref()?;
-        if before.get(name).and_then(|row| row.standing.verdict.as_ref()) == Some(verdict) {
+    now.changes_from(before).filter_map(|change| {
+        let verdict = change.after?.standing.verdict.as_ref()?;
+        if change.before.and_then(|row| row.standing.verdict.as_ref()) == Some(verdict) {
             return None;
         }
-        Some((name.as_str(), reason(verdict.code), verdict.text.as_str()))
+        Some((change.key.as_str(), reason(verdict.code), verdict.text.as_str()))
     })
 }
 
@@ -133,6 +134,7 @@ mod tests {
     use crate::clock::Clock;
     use crate::tables::findings::Findings;
     use crate::tables::{Table, Waits};
+    use std::collections::BTreeMap;
     use std::sync::Arc;
 
     fn pool(cidr: &str, blocked: Option<&str>) -> PoolRow {

@@ -1,7 +1,7 @@
 //! CiliumNodes that outlived their Node (`ipam` decision 11).
 
 use crate::tables::rows::{CiliumNodeRow, NodeRow};
-use crate::tables::{Reader, Table};
+use crate::tables::{Reader, Rows, Table};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,10 +45,7 @@ pub async fn run(
 
 /// Objects that name an owner, while no Node has their name. One that never had an owner was made by somebody for a
 /// purpose of theirs and stays.
-fn orphans(
-    nodes: &BTreeMap<String, NodeRow>,
-    cilium_nodes: &BTreeMap<String, CiliumNodeRow>,
-) -> BTreeMap<String, String> {
+fn orphans(nodes: &Rows<String, NodeRow>, cilium_nodes: &Rows<String, CiliumNodeRow>) -> BTreeMap<String, String> {
     cilium_nodes
         .iter()
         .filter(|(name, row)| row.owner.is_some() && !row.deleting && !nodes.contains_key(*name))

@@ -1,25 +1,35 @@
 //! CiliumNodes into what routing and masquerading need of them.
 
 use crate::tables::rows::{CiliumNodeRow, PeerRow};
-use crate::tables::{Reader, Table};
+use crate::tables::{Reader, Rows, Table};
 use ipnet::Ipv4Net;
-use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
 /// Follows `cilium_nodes` and publishes `peers`. Until the first list has arrived, `peers` keeps what it was seeded
-/// with from disk.
+/// with from disk; after it, a change of one node costs that node's row.
 pub async fn run(mut cilium_nodes: Reader<String, CiliumNodeRow>, peers: Arc<Table<String, PeerRow>>) {
+    let mut before = cilium_nodes.synced().await;
+    peers.publish(before.rows.iter().map(|(name, row)| (name.clone(), peer(row))).collect());
     loop {
-        let snapshot = cilium_nodes.synced().await;
-        peers.publish(plan(&snapshot.rows));
         cilium_nodes.changed().await;
+        let now = cilium_nodes.snapshot();
+        peers.modify(|peers| update(peers, &before.rows, &now.rows));
+        before = now;
     }
 }
 
-/// One row for each CiliumNode.
-fn plan(cilium_nodes: &BTreeMap<String, CiliumNodeRow>) -> BTreeMap<String, PeerRow> {
-    cilium_nodes.iter().map(|(name, row)| (name.clone(), peer(row))).collect()
+/// Changes the rows of the nodes that changed.
+fn update(peers: &mut Rows<String, PeerRow>, before: &Rows<String, CiliumNodeRow>, now: &Rows<String, CiliumNodeRow>) {
+    for change in now.changes_from(before) {
+        match change.after.map(peer) {
+            Some(row) if peers.get(change.key) == Some(&row) => {}
+            Some(row) => peers.insert(change.key.clone(), row),
+            None => {
+                peers.remove(change.key);
+            }
+        }
+    }
 }
 
 fn peer(row: &CiliumNodeRow) -> PeerRow {

@@ -1,7 +1,7 @@
 //! The routes of this node: to the pods of other nodes, and an end for addresses that no pod holds.
 
 use crate::tables::rows::{NetworkRow, PeerRow, PoolRow, RouteTarget};
-use crate::tables::{Reader, Table, Waits};
+use crate::tables::{Reader, Rows, Table, Waits};
 use ipnet::Ipv4Net;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -15,7 +15,7 @@ pub struct Input<'a> {
     /// `auto-direct-node-routes`
     pub direct: bool,
     /// Every node of the cluster.
-    pub peers: &'a BTreeMap<String, PeerRow>,
+    pub peers: &'a Rows<String, PeerRow>,
     /// Where this node's pods get their addresses from.
     pub pool: Option<&'a PoolRow>,
     /// Devices and routes of this node.
@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn neighbours_get_a_route_and_distant_nodes_a_reason() {
-        let peers = BTreeMap::from([
+        let peers = Rows::from([
             ("n1".to_owned(), peer("172.29.8.20", "10.244.1.0/24")),
             ("n2".to_owned(), peer("172.29.8.21", "10.244.2.0/24")),
             ("n3".to_owned(), peer("198.51.100.3", "10.244.3.0/24")),
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn a_node_that_claims_this_nodes_block_does_not_get_its_traffic() {
-        let peers = BTreeMap::from([("n2".to_owned(), peer("172.29.8.21", "10.244.1.0/24"))]);
+        let peers = Rows::from([("n2".to_owned(), peer("172.29.8.21", "10.244.1.0/24"))]);
         let pool = PoolRow::new("10.244.1.0/24".parse().unwrap());
         let planned = plan(&Input { node: "n1", direct: true, peers: &peers, pool: Some(&pool), network: &network() });
         assert_eq!(planned.routes["10.244.1.0/24".parse::<Ipv4Net>().as_ref().unwrap()], RouteTarget::Unreachable);

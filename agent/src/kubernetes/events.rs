@@ -13,9 +13,9 @@
 
 use super::{KubernetesError, write};
 use crate::clock::Clock;
-use crate::tables::Reader;
 use crate::tables::notices::{Notice, NoticeKey};
 use crate::tables::rows::CiliumNodeRow;
+use crate::tables::{Reader, Rows};
 use crate::telemetry::metrics;
 use cistern_core::reconcile::{Classify, ErrorClass};
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -123,8 +123,8 @@ impl Writer {
     /// Writes what is due and allowed; answers when something is due next.
     async fn pass(
         &mut self,
-        notices: &BTreeMap<NoticeKey, Notice>,
-        objects: &BTreeMap<String, CiliumNodeRow>,
+        notices: &Rows<NoticeKey, Notice>,
+        objects: &Rows<String, CiliumNodeRow>,
     ) -> Option<Duration> {
         self.written.retain(|key, _| notices.contains_key(key));
         let mut next: Option<Duration> = None;

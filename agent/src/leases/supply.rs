@@ -1,6 +1,7 @@
 //! What may be allocated, from the tables.
 
 use super::task::Task;
+use crate::tables::Rows;
 use crate::tables::rows::NetworkRow;
 use cistern_core::ipam::audit::{self, HostLink};
 use cistern_core::ipam::lease::{Behind, Exclusion, LeaseState, Network, Outcome};
@@ -55,7 +56,7 @@ impl Task {
     }
 
     /// What the node was given to hand out, as the tables say now.
-    fn network(&mut self, seen: &BTreeMap<(), NetworkRow>) -> Network {
+    fn network(&mut self, seen: &Rows<(), NetworkRow>) -> Network {
         let addresses = seen
             .values()
             .flat_map(|row| row.links.values())

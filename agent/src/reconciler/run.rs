@@ -2,9 +2,8 @@
 
 use super::{Operations, RowStatus, TargetStatus};
 use crate::clock::Clock;
-use crate::tables::{Reader, Table};
+use crate::tables::{Reader, Rows, Table};
 use cistern_core::reconcile::backoff::{Backoff, Retries, Retry};
-use cistern_core::reconcile::diff::{Step, diff};
 use cistern_core::reconcile::{Classify, ErrorClass};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -29,8 +28,9 @@ struct Loop<O: Operations> {
     operations: O,
     options: Options,
     clock: Clock,
-    /// What the target holds as far as we know.
-    realised: BTreeMap<O::Key, O::Value>,
+    /// What the target holds as far as we know. Rows that are as desired are shared with the table, so that a change costs
+    /// what changed, and not a comparison of everything.
+    realised: Rows<O::Key, O::Value>,
     retries: Retries<O::Key>,
     /// What was tried on each key that failed; none for a deletion.
     tried: BTreeMap<O::Key, Option<O::Value>>,
@@ -54,7 +54,7 @@ pub async fn run<O: Operations>(
         operations,
         options,
         clock,
-        realised: BTreeMap::new(),
+        realised: Rows::new(),
         retries: Retries::new(backoff),
         tried: BTreeMap::new(),
         status: TargetStatus::default(),
@@ -122,7 +122,7 @@ impl<O: Operations> Loop<O> {
         match observed {
             Ok(observed) => {
                 self.status.failing.remove("");
-                self.realised = observed;
+                self.realised.replace(observed);
                 if !self.options.prune {
                     self.realised.retain(|key, _| desired.contains_key(key));
                 }
@@ -148,15 +148,15 @@ impl<O: Operations> Loop<O> {
     }
 
     /// Applies what changed since and what is due again; in a full pass also what failed for good.
-    async fn apply(&mut self, desired: &BTreeMap<O::Key, O::Value>, full: bool, cancel: &CancellationToken) {
+    async fn apply(&mut self, desired: &Rows<O::Key, O::Value>, full: bool, cancel: &CancellationToken) {
         // A deletion that failed is owed although the target may hold nothing any more.
         let owed: Vec<O::Key> = self.tried.keys().filter(|key| !desired.contains_key(key)).cloned().collect();
-        let mut steps: Vec<(O::Key, Option<O::Value>)> = diff(desired, &self.realised, true)
-            .map(|step| match step {
-                Step::Add(key, value) | Step::Update(key, value) => (key.clone(), Some(value.clone())),
-                Step::Delete(key) => (key.clone(), None),
-            })
-            .collect();
+        // Additions and updates first, the surplus last: that opens no gap.
+        let (mut steps, surplus): (Vec<_>, Vec<_>) = desired
+            .changes_from(&self.realised)
+            .map(|change| (change.key.clone(), change.after.cloned()))
+            .partition(|(_, wanted)| wanted.is_some());
+        steps.extend(surplus);
         steps.extend(owed.into_iter().filter(|key| !self.realised.contains_key(key)).map(|key| (key, None)));
         let now = self.clock.monotonic();
         for (key, wanted) in steps {
@@ -174,8 +174,10 @@ impl<O: Operations> Loop<O> {
                 Ok(()) => {
                     match wanted {
                         Some(value) => self.realised.insert(key.clone(), value),
-                        None => self.realised.remove(&key),
-                    };
+                        None => {
+                            self.realised.remove(&key);
+                        }
+                    }
                     self.settled(&key);
                 }
                 Err(error) => {
@@ -187,6 +189,7 @@ impl<O: Operations> Loop<O> {
                 }
             }
         }
+        self.share(desired);
         // What failed and is as desired by now was put right by somebody else, or is no longer asked for.
         let settled: Vec<O::Key> = self
             .tried
@@ -196,6 +199,21 @@ impl<O: Operations> Loop<O> {
             .collect();
         for key in settled {
             self.settled(&key);
+        }
+    }
+
+    /// Makes the rows that are as desired the same ones as in the table.
+    fn share(&mut self, desired: &Rows<O::Key, O::Value>) {
+        let differing: Vec<_> =
+            desired.changes_from(&self.realised).map(|change| (change.key.clone(), change.before.cloned())).collect();
+        self.realised = desired.clone();
+        for (key, held) in differing {
+            match held {
+                Some(value) => self.realised.insert(key, value),
+                None => {
+                    self.realised.remove(&key);
+                }
+            }
         }
     }
 

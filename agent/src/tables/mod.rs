@@ -1,13 +1,17 @@
 //! Tables: what is remembered between observing and deciding.
 //!
 //! A table is a snapshot behind a `watch` channel: readers see the latest rows and never queue. Each table has one
-//! writer. Rows live in a `BTreeMap`, so that plans made from them are deterministic.
+//! writer. Rows are ordered by key, so that plans made from them are deterministic, and shared between snapshots
+//! ([`Rows`]): a change of one row among n costs O(log n), and so does finding it by the snapshot before
+//! ([`Rows::changes_from`]).
 
 pub mod findings;
+mod map;
 pub mod notices;
 pub mod rows;
 mod waits;
 
+pub use map::{Change, Changes, Iter, Rows};
 pub use waits::Waits;
 
 use std::collections::BTreeMap;
@@ -55,18 +59,18 @@ pub struct Snapshot<K: Ord, V> {
     /// Of a table of API objects.
     pub followed: Followed,
     /// The rows.
-    pub rows: BTreeMap<K, V>,
+    pub rows: Rows<K, V>,
 }
 
 impl<K: Ord, V> Default for Snapshot<K, V> {
     fn default() -> Self {
-        Self { revision: 0, synced: false, followed: Followed::default(), rows: BTreeMap::new() }
+        Self { revision: 0, synced: false, followed: Followed::default(), rows: Rows::new() }
     }
 }
 
 impl<K: Ord, V> Snapshot<K, V> {
     /// What follows on this one.
-    fn next(&self, synced: bool, rows: BTreeMap<K, V>) -> Self {
+    fn next(&self, synced: bool, rows: Rows<K, V>) -> Self {
         Self { revision: self.revision + 1, synced, followed: self.followed, rows }
     }
 }
@@ -91,13 +95,16 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
         self.name
     }
 
-    /// Replaces the rows and marks the table synced. Readers wake only when something changed. Returns whether it did.
+    /// Replaces the rows and marks the table synced. Rows that stay equal stay shared with the snapshot before. Readers
+    /// wake only when something changed. Returns whether it did.
     pub fn publish(&self, rows: BTreeMap<K, V>) -> bool {
         self.sender.send_if_modified(|current| {
-            if current.synced && current.rows == rows {
+            let mut next = current.rows.clone();
+            next.replace(rows);
+            if current.synced && next == current.rows {
                 return false;
             }
-            *current = Arc::new(current.next(true, rows));
+            *current = Arc::new(current.next(true, next));
             true
         })
     }
@@ -107,37 +114,26 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
     pub fn publish_list(&self, rows: BTreeMap<K, V>, version: &str) {
         self.sender.send_modify(|current| {
             let followed = Followed { lists: current.followed.lists + 1, version: number(Some(version)) };
-            *current = Arc::new(Snapshot { followed, ..current.next(true, rows) });
+            let mut next = current.rows.clone();
+            next.replace(rows);
+            *current = Arc::new(Snapshot { followed, ..current.next(true, next) });
         });
     }
 
     /// Changes rows in place, by what the server tells up to resource version `version`. Readers wake only when rows
     /// changed.
-    pub fn follow(&self, version: Option<&str>, change: impl FnOnce(&mut BTreeMap<K, V>)) {
+    pub fn follow(&self, version: Option<&str>, change: impl FnOnce(&mut Rows<K, V>)) {
         self.sender.send_if_modified(|current| {
-            let mut rows = current.rows.clone();
-            change(&mut rows);
-            let changed = rows != current.rows;
-            if changed {
-                *current = Arc::new(current.next(current.synced, rows));
-            }
+            let changed = changed(current, change);
             let snapshot = Arc::make_mut(current);
             snapshot.followed.version = snapshot.followed.version.max(number(version));
             changed
         });
     }
 
-    /// Changes rows in place (copied first when a reader still holds them). Returns whether anything changed.
-    pub fn modify(&self, change: impl FnOnce(&mut BTreeMap<K, V>)) -> bool {
-        self.sender.send_if_modified(|current| {
-            let mut rows = current.rows.clone();
-            change(&mut rows);
-            if rows == current.rows {
-                return false;
-            }
-            *current = Arc::new(current.next(current.synced, rows));
-            true
-        })
+    /// Changes rows in place; snapshots that readers hold stay as they are. Returns whether anything changed.
+    pub fn modify(&self, change: impl FnOnce(&mut Rows<K, V>)) -> bool {
+        self.sender.send_if_modified(|current| changed(current, change))
     }
 
     /// Marks the table synced.
@@ -162,6 +158,21 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
     pub fn snapshot(&self) -> Arc<Snapshot<K, V>> {
         Arc::clone(&self.sender.borrow())
     }
+}
+
+/// Makes `current` what a change of its rows makes of it, if it makes a difference. Only what the change touched is
+/// compared.
+fn changed<K: Ord + Clone, V: Clone + PartialEq>(
+    current: &mut Arc<Snapshot<K, V>>,
+    change: impl FnOnce(&mut Rows<K, V>),
+) -> bool {
+    let mut rows = current.rows.clone();
+    change(&mut rows);
+    if rows == current.rows {
+        return false;
+    }
+    *current = Arc::new(current.next(current.synced, rows));
+    true
 }
 
 /// A reading end of a table.

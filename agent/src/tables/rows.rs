@@ -1,5 +1,6 @@
 //! The rows of the tables that are observed: API objects, links, addresses and routes in our own types.
 
+use super::Rows;
 use cistern_core::ipam::node::cluster_pool::{Listed, Served};
 use cistern_core::ipam::verdict::Standing;
 use ipnet::{IpNet, Ipv4Net};
@@ -7,6 +8,15 @@ use jiff::Timestamp;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
+
+/// Names an object of a namespaced kind.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct ObjectKey {
+    /// `metadata.namespace`
+    pub namespace: String,
+    /// `metadata.name`
+    pub name: String,
+}
 
 /// An address of a node with its type, as Node and CiliumNode list it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -192,7 +202,7 @@ impl PoolRow {
 }
 
 /// What each CiliumNode lists, by name.
-pub fn lists_of(rows: &BTreeMap<String, CiliumNodeRow>) -> impl Iterator<Item = (&str, Listed<'_>)> {
+pub fn lists_of(rows: &Rows<String, CiliumNodeRow>) -> impl Iterator<Item = (&str, Listed<'_>)> {
     rows.iter().map(|(name, row)| {
         let Standing { is_contested, .. } = row.standing;
         let refusal = row.standing.refusal();

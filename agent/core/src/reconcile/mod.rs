@@ -1,6 +1,5 @@
-//! Desired against observed: what differs, how an error is classed, when to try again.
+//! Desired against observed: how an error is classed, when to try again.
 pub mod backoff;
-pub mod diff;
 
 use std::time::Duration;
 
