@@ -156,12 +156,12 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let own = watches::Which::Named(name.clone());
     let watch = (client.clone(), waits.clone(), token.clone());
     let (c, w, t) = watch.clone();
-    tasks.spawn_loop("watch node", watches::run("node", c, own, Arc::clone(&nodes), views::NODES, w, t));
+    tasks.spawn_loop("watch node", watches::run("node", c, own, Arc::clone(&nodes), views::nodes(), w, t));
     let (c, w, t) = watch;
     let all = watches::Which::AllOf(name.clone());
     tasks.spawn_loop(
         "watch ciliumnodes",
-        watches::run("ciliumnodes", c, all, Arc::clone(&cilium_nodes), views::CILIUM_NODES, w, t),
+        watches::run("ciliumnodes", c, all, Arc::clone(&cilium_nodes), views::cilium_nodes_for(&name), w, t),
     );
     tasks.spawn("network", (targets.network)(Arc::clone(&network), token.clone()));
     if settings.enable_ip_masq_agent {

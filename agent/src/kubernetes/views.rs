@@ -15,12 +15,48 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 /// Nodes. One that cannot be read is as it was, or left out: nothing is taken from pods for want of a Node.
-pub const NODES: View<Node, NodeRow> = View { read: node, unreadable: |kept, _, _| kept };
+#[must_use]
+pub fn nodes() -> View<Node, NodeRow> {
+    View { read: Box::new(node), unreadable: Box::new(|kept, _, _| kept) }
+}
 
 /// CiliumNodes. One that cannot be read is there all the same: who has which block is known without it, and no leader may
 /// take it for deleted.
-pub const CILIUM_NODES: View<CiliumNode, CiliumNodeRow> =
-    View { read: cilium_node, unreadable: unreadable_cilium_node };
+#[must_use]
+pub fn cilium_nodes() -> View<CiliumNode, CiliumNodeRow> {
+    View { read: Box::new(cilium_node), unreadable: Box::new(unreadable_cilium_node) }
+}
+
+/// CiliumNodes as the agent of the node `own` needs them. Of the others it keeps what it acts on or explains: most writes of
+/// an object change nothing of that, and such an event among thousands of nodes ends here, without a change of the table.
+#[must_use]
+pub fn cilium_nodes_for(own: &str) -> View<CiliumNode, CiliumNodeRow> {
+    let own = own.to_owned();
+    let of_others = own.clone();
+    View {
+        read: Box::new(move |object| {
+            let row = cilium_node(object)?;
+            Ok(if object.metadata.name.as_ref() == Some(&own) { row } else { of_another_node(row) })
+        }),
+        unreadable: Box::new(move |kept, meta, problem| {
+            let row = unreadable_cilium_node(kept, meta, problem)?;
+            Some(if meta.name.as_ref() == Some(&of_others) { row } else { of_another_node(row) })
+        }),
+    }
+}
+
+/// Who wrote another node's object when, and what it is asked to do, is no concern of this node's agent.
+fn of_another_node(row: CiliumNodeRow) -> CiliumNodeRow {
+    CiliumNodeRow {
+        uid: String::new(),
+        resource_version: String::new(),
+        created: None,
+        owner: None,
+        uninstall: None,
+        uninstalled: None,
+        ..row
+    }
+}
 
 fn unreadable_cilium_node(kept: Option<CiliumNodeRow>, meta: &ObjectMeta, problem: &str) -> Option<CiliumNodeRow> {
     Some(CiliumNodeRow {
@@ -128,6 +164,29 @@ mod tests {
         assert_eq!(row(&object).annotations.len(), 1);
         object["spec"]["podCIDRs"] = serde_json::json!(["10.201.3.0/24", "fd31::3:0/112"]);
         assert_eq!(row(&object).pod_cidrs, ["10.201.3.0/24", "fd31::3:0/112"]);
+    }
+
+    #[test]
+    fn writes_of_other_nodes_that_change_nothing_for_this_one_make_no_difference() {
+        let object = |name: &str, version: &str, owner: &str, cidr: &str| -> CiliumNode {
+            serde_json::from_value(serde_json::json!({
+                "apiVersion": "cilium.io/v2", "kind": "CiliumNode",
+                "metadata": {
+                    "name": name, "uid": "u", "resourceVersion": version, "creationTimestamp": "2026-01-02T03:04:05Z",
+                    "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": name, "uid": owner}],
+                    "annotations": {uninstall::REQUEST: version}
+                },
+                "spec": {"ipam": {"podCIDRs": [cidr]}},
+            }))
+            .unwrap()
+        };
+        let view = cilium_nodes_for("n1");
+        let row = |name: &str, version: &str, owner: &str, cidr: &str| {
+            (view.read)(&object(name, version, owner, cidr)).unwrap()
+        };
+        assert_eq!(row("n2", "7", "a", "10.244.1.0/24"), row("n2", "8", "b", "10.244.1.0/24"));
+        assert_ne!(row("n2", "7", "a", "10.244.1.0/24"), row("n2", "8", "a", "10.244.2.0/24"));
+        assert_ne!(row("n1", "7", "a", "10.244.1.0/24"), row("n1", "8", "a", "10.244.1.0/24"));
     }
 
     #[test]

@@ -1,15 +1,26 @@
 //! Watches: API objects into the rows of a table.
+//!
+//! This is not `kube::runtime::watcher`, because what makes these watches safe has no place in it (5.0):
+//!
+//! - A watch that broke is resumed by it from the version it stood at, without a look at the server in between. A server
+//!   that was restored from a backup answers such a watch as if nothing had happened ([`Which`]).
+//! - It keeps the versions of lists and bookmarks to itself. They say which writes a table knows of ([`Table::follow`],
+//!   [`Table::publish_list`]), and so what may be planned from it.
+//! - A connection without news counts as dead after the whole time of a watch and a margin, not after 75 s. A timeout around
+//!   it can only drop it with all that it knows, which costs a whole list.
+//!
+//! Its jitter would have been no obstacle: the back-off is the caller's.
 
+use crate::tables::rows::ObjectKey;
 use crate::tables::{Table, Waits};
 use futures::StreamExt;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::api::{ListParams, WatchEvent, WatchParams};
-use kube::core::DeserializeGuard;
-use kube::{Api, Client, Resource, ResourceExt};
+use kube::api::{ListParams, ObjectList, WatchEvent, WatchParams};
+use kube::core::{DeserializeGuard, Request};
+use kube::{Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -40,33 +51,101 @@ pub enum Which {
     Named(String),
 }
 
-fn named(name: &str) -> String {
-    format!("metadata.name={name}")
+/// What is watched of a kind: all of it, unless it says otherwise.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Selection {
+    which: Which,
+    namespace: Option<String>,
+    labels: Option<String>,
+    fields: Option<String>,
+    metadata_only: bool,
 }
 
-/// Keeps `table` equal to what the API server lists of a cluster-scoped kind, until cancelled.
+impl From<Which> for Selection {
+    fn from(which: Which) -> Self {
+        Self { which, namespace: None, labels: None, fields: None, metadata_only: false }
+    }
+}
+
+impl Selection {
+    /// Of a namespaced kind, the objects of one namespace.
+    #[must_use]
+    pub fn in_namespace(self, namespace: &str) -> Self {
+        Self { namespace: Some(namespace.to_owned()), ..self }
+    }
+
+    /// Only objects that a label selector matches.
+    #[must_use]
+    pub fn with_labels(self, selector: &str) -> Self {
+        Self { labels: Some(selector.to_owned()), ..self }
+    }
+
+    /// Only objects that a field selector matches.
+    #[must_use]
+    pub fn with_fields(self, selector: &str) -> Self {
+        Self { fields: Some(selector.to_owned()), ..self }
+    }
+
+    /// The server sends nothing but the metadata. The kind is then `PartialObjectMeta` of the one that is meant.
+    #[must_use]
+    pub fn metadata_only(self) -> Self {
+        Self { metadata_only: true, ..self }
+    }
+
+    /// The field selector; with a name, for the object of that name.
+    fn field_selector(&self, name: Option<&str>) -> Option<String> {
+        let named = name.map(|name| format!("metadata.name={name}"));
+        let parts: Vec<String> = named.into_iter().chain(self.fields.clone()).collect();
+        (!parts.is_empty()).then(|| parts.join(","))
+    }
+}
+
+/// Names an object in its table.
+pub trait Key: Ord + Clone + Debug {
+    /// The key of an object.
+    fn of(meta: &ObjectMeta) -> Self;
+}
+
+/// Of a cluster-scoped kind, the name.
+impl Key for String {
+    fn of(meta: &ObjectMeta) -> Self {
+        meta.name.clone().unwrap_or_default()
+    }
+}
+
+impl Key for ObjectKey {
+    fn of(meta: &ObjectMeta) -> Self {
+        Self { namespace: meta.namespace.clone().unwrap_or_default(), name: meta.name.clone().unwrap_or_default() }
+    }
+}
+
+/// Keeps `table` equal to what the API server lists of a kind, until cancelled.
 ///
 /// The table is marked synced after the first whole list. When the watch breaks, rows stay as they are, the break is a
 /// wait with its reason, and the watch goes on where it stood, or after a new list when the server has forgotten what came
 /// since, or when it was restored from a backup ([`Which`]): what it has lost is told by no watch. An object that cannot be
 /// read has the row that [`View::unreadable`] makes: somebody's typing error must not look like a deletion.
-pub async fn run<K, Row>(
+pub async fn run<K, Id, Row>(
     name: &'static str,
     client: Client,
-    which: Which,
-    table: Arc<Table<String, Row>>,
+    selection: impl Into<Selection>,
+    table: Arc<Table<Id, Row>>,
     view: View<K, Row>,
     waits: Waits,
     cancel: CancellationToken,
 ) where
+    Id: Key,
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
     K::DynamicType: Default + Clone + Eq + std::hash::Hash,
     Row: Clone + PartialEq + Debug,
 {
     let wait = format!("watch {name}");
     let mut delay = FIRST_DELAY;
+    let selection = selection.into();
+    let path = K::url_path(&K::DynamicType::default(), selection.namespace.as_deref());
+    let request = Request::new(path);
     let mut this =
-        Watch { api: Api::all(client), which, table, view, version: None, broke: false, listed: None, probed: None };
+        Watch { client, request, selection, table, view, version: None, broke: false, listed: None, probed: None };
     loop {
         let begun = Instant::now();
         let outcome = tokio::select! {
@@ -102,10 +181,16 @@ pub async fn run<K, Row>(
 /// Objects of a kind as rows.
 pub struct View<K, Row> {
     /// An object.
-    pub read: fn(&K) -> Result<Row, ViewError>,
+    pub read: Read<K, Row>,
     /// One of which only the metadata can be read: from what it was before, if it was, and what is wrong. None leaves it out.
-    pub unreadable: fn(Option<Row>, &ObjectMeta, &str) -> Option<Row>,
+    pub unreadable: Unreadable<Row>,
 }
+
+/// See [`View`].
+pub type Read<K, Row> = Box<dyn Fn(&K) -> Result<Row, ViewError> + Send + Sync>;
+
+/// See [`View`].
+pub type Unreadable<Row> = Box<dyn Fn(Option<Row>, &ObjectMeta, &str) -> Option<Row> + Send + Sync>;
 
 /// A broken watch is begun again after this long, doubled each time up to [`LONGEST_DELAY`].
 const FIRST_DELAY: Duration = Duration::from_millis(200);
@@ -143,10 +228,11 @@ enum End {
     Silent,
 }
 
-struct Watch<K, Row> {
-    api: Api<DeserializeGuard<K>>,
-    which: Which,
-    table: Arc<Table<String, Row>>,
+struct Watch<K, Id: Ord, Row> {
+    client: Client,
+    request: Request,
+    selection: Selection,
+    table: Arc<Table<Id, Row>>,
     view: View<K, Row>,
     /// Up to where the table knows everything; none before a list.
     version: Option<String>,
@@ -158,8 +244,9 @@ struct Watch<K, Row> {
     probed: Option<String>,
 }
 
-impl<K, Row> Watch<K, Row>
+impl<K, Id, Row> Watch<K, Id, Row>
 where
+    Id: Key,
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
     K::DynamicType: Default + Clone + Eq + std::hash::Hash,
     Row: Clone + PartialEq + Debug,
@@ -170,10 +257,23 @@ where
             Some(version) if !self.is_list_due() && !self.went_back(version).await? => version.clone(),
             _ => self.list().await?,
         };
-        let params =
-            WatchParams { field_selector: self.selector(), timeout: Some(WATCH_SECONDS), ..WatchParams::default() };
-        let stream =
-            self.api.watch(&params, &version).await.map_err(|error| self.failed("start of the watch", &error))?;
+        let params = WatchParams {
+            label_selector: self.selection.labels.clone(),
+            field_selector: self.field_selector(),
+            timeout: Some(WATCH_SECONDS),
+            ..WatchParams::default()
+        };
+        let request = if self.selection.metadata_only {
+            self.request.watch_metadata(&params, &version)
+        } else {
+            self.request.watch(&params, &version)
+        };
+        let request = request.map_err(|error| format!("start of the watch: {error}"))?;
+        let stream = self
+            .client
+            .request_events::<DeserializeGuard<K>>(request)
+            .await
+            .map_err(|error| self.failed("start of the watch", &error))?;
         let mut stream = std::pin::pin!(stream);
         well();
         loop {
@@ -196,7 +296,7 @@ where
                         self.probed = None;
                     }
                     self.table.follow(version.as_deref(), |rows| {
-                        rows.remove(&object.name_any());
+                        rows.remove(&Id::of(object.meta()));
                     });
                     version
                 }
@@ -221,15 +321,15 @@ where
         self.listed.is_some_and(|listed| listed.elapsed() >= LIST_AGAIN)
     }
 
-    fn selector(&self) -> Option<String> {
-        match &self.which {
-            Which::All | Which::AllOf(_) => None,
-            Which::Named(name) => Some(named(name)),
+    fn field_selector(&self) -> Option<String> {
+        match &self.selection.which {
+            Which::All | Which::AllOf(_) => self.selection.field_selector(None),
+            Which::Named(name) => self.selection.field_selector(Some(name)),
         }
     }
 
     fn is_probe(&self, object: &DeserializeGuard<K>) -> bool {
-        matches!(&self.which, Which::AllOf(name) if object.meta().name.as_ref() == Some(name))
+        matches!(&self.selection.which, Which::AllOf(name) if object.meta().name.as_ref() == Some(name))
     }
 
     fn probe(&mut self, object: &DeserializeGuard<K>) {
@@ -240,14 +340,18 @@ where
 
     /// Whether what the server has now may not be what follows from what it has told up to the version `seen`.
     async fn went_back(&self, seen: &str) -> Result<bool, String> {
-        let probe = match (&self.which, self.broke) {
+        let probe = match (&self.selection.which, self.broke) {
             (Which::Named(_), _) | (Which::All, true) => return Ok(true),
             (Which::All, false) => None,
             (Which::AllOf(name), _) => Some(name),
         };
-        let params =
-            ListParams { limit: Some(1), field_selector: probe.map(|name| named(name)), ..ListParams::default() };
-        let list = self.timely(self.api.list(&params)).await?;
+        let params = ListParams {
+            limit: Some(1),
+            label_selector: self.selection.labels.clone(),
+            field_selector: self.selection.field_selector(probe.map(String::as_str)),
+            ..ListParams::default()
+        };
+        let list = self.page(&params).await?;
         let number = |text: &str| text.parse::<u64>().ok();
         let now = list.metadata.resource_version.as_deref().and_then(number);
         let mut went_back = now.zip(number(seen)).is_some_and(|(now, seen)| now < seen);
@@ -267,9 +371,14 @@ where
     async fn list(&mut self) -> Result<String, String> {
         let mut rows = BTreeMap::new();
         let mut probed = None;
-        let mut params = ListParams { limit: Some(PAGE), field_selector: self.selector(), ..ListParams::default() };
+        let mut params = ListParams {
+            limit: Some(PAGE),
+            label_selector: self.selection.labels.clone(),
+            field_selector: self.field_selector(),
+            ..ListParams::default()
+        };
         loop {
-            let list = self.timely(self.api.list(&params)).await?;
+            let list = self.page(&params).await?;
             probed = probed.or_else(|| {
                 list.items.iter().find(|object| self.is_probe(object)).and_then(ResourceExt::resource_version)
             });
@@ -286,8 +395,11 @@ where
         }
     }
 
-    async fn timely<T>(&self, call: impl Future<Output = kube::Result<T>>) -> Result<T, String> {
-        match tokio::time::timeout(LIST_TIMEOUT, call).await {
+    async fn page(&self, params: &ListParams) -> Result<ObjectList<DeserializeGuard<K>>, String> {
+        let request =
+            if self.selection.metadata_only { self.request.list_metadata(params) } else { self.request.list(params) };
+        let request = request.map_err(|error| format!("list: {error}"))?;
+        match tokio::time::timeout(LIST_TIMEOUT, self.client.request(request)).await {
             Ok(outcome) => outcome.map_err(|error| describe("list", &error)),
             Err(_) => Err(format!("list: no answer within {} s", LIST_TIMEOUT.as_secs())),
         }
@@ -301,27 +413,27 @@ where
     }
 }
 
-fn read<K: Resource, Row: Clone + PartialEq>(
+fn read<K: Resource, Id: Key, Row: Clone + PartialEq>(
     object: &DeserializeGuard<K>,
     view: &View<K, Row>,
-    table: &Table<String, Row>,
-) -> Option<(String, Row)>
+    table: &Table<Id, Row>,
+) -> Option<(Id, Row)>
 where
     K::DynamicType: Default,
 {
-    let name = object.name_any();
+    let (key, name) = (Id::of(object.meta()), object.name_any());
     let problem = match &object.0 {
         Ok(object) => match (view.read)(object) {
-            Ok(row) => return Some((name, row)),
+            Ok(row) => return Some((key, row)),
             Err(error) => error.to_string(),
         },
         Err(invalid) => format!("{} {name}: {}", K::kind(&K::DynamicType::default()), invalid.error),
     };
-    let kept = table.snapshot().rows.get(&name).cloned();
+    let kept = table.snapshot().rows.get(&key).cloned();
     let in_force = if kept.is_some() { "what it said before" } else { "nothing of it" };
     tracing::warn!(table = table.name(), error = problem, in_force, "object cannot be read");
     let row = (view.unreadable)(kept, object.meta(), &problem);
-    row.map(|row| (name, row))
+    row.map(|row| (key, row))
 }
 
 /// What the API server said where it said something; else the error with all its causes in one line.
