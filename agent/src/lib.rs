@@ -25,6 +25,7 @@
 
 pub mod api;
 pub mod app;
+pub mod blocking;
 pub mod cli;
 pub mod clock;
 pub mod cni;

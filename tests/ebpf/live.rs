@@ -3,7 +3,7 @@
 use crate::isolated::{Netns, isolated, run};
 use crate::kernel::{CAPACITIES, Kernel};
 use cistern::datapath::{Attachments, ChainProgram, Datapath, DatapathError, Pins};
-use cistern::reconciler::Operations;
+use cistern::reconciler::BlockingOperations;
 use cistern_core::masquerade::cases::{NODE, POD_A, WEB};
 use cistern_core::masquerade::plan::{AttachmentEntry, DeviceEntry};
 use nix::net::if_::if_nametoindex;
@@ -328,15 +328,12 @@ fn a_device_that_went_and_came_back_is_attached_anew() {
         let gone = AttachmentEntry { name: String::new(), complete: false };
         assert_eq!(attachments.attached().unwrap(), [(old, gone)].into());
 
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(async {
-            let entry = AttachmentEntry { name: "eth0".to_owned(), complete: true };
-            assert!(attachments.update(&old, &entry).await.is_err(), "there is no such device");
-            attachments.update(&new, &entry).await.unwrap();
-            attachments.delete(&old).await.unwrap();
-            attachments.delete(&old).await.unwrap();
-            assert_eq!(attachments.observe().await.unwrap(), [(new, entry)].into());
-        });
+        let entry = AttachmentEntry { name: "eth0".to_owned(), complete: true };
+        assert!(attachments.update(&old, &entry).is_err(), "there is no such device");
+        attachments.update(&new, &entry).unwrap();
+        attachments.delete(&old).unwrap();
+        attachments.delete(&old).unwrap();
+        assert_eq!(attachments.observe().unwrap(), [(new, entry)].into());
         kernel.devices.insert(new, DeviceEntry { address: Some(NODE) }).unwrap();
         assert!(site.ask(41_000, "there").unwrap().starts_with("172.29.8.20:41000 "));
     });

@@ -3,7 +3,7 @@
 use crate::isolated::{isolated, run};
 use crate::kernel::{CAPACITIES, Kernel, POD};
 use cistern::datapath::{Capacities, Datapath, DatapathError, Pins, View};
-use cistern::reconciler::Operations;
+use cistern::reconciler::BlockingOperations;
 use cistern_core::masquerade::cases::{self, Machine, NODE, POD_A, POD_B, WEB};
 use cistern_core::masquerade::decide::{Content, Direction, Packet, Verdict};
 use cistern_core::masquerade::plan::{DeviceEntry, ExcludedReason};
@@ -91,34 +91,32 @@ fn a_new_agent_takes_over_what_is_there() {
     });
 }
 
-#[tokio::test]
-async fn what_is_observed_is_what_was_written() {
+#[test]
+fn what_is_observed_is_what_was_written() {
     isolated(|bpffs| {
-        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
-            let mut kernel = Kernel::new(&bpffs.join("cistern"));
-            assert_eq!(kernel.excluded.observe().await.unwrap(), cases::excluded());
-            assert_eq!(kernel.endpoints.observe().await.unwrap(), cases::endpoints());
-            let device = DeviceEntry { address: Some(NODE) };
-            assert_eq!(kernel.devices.observe().await.unwrap(), [(1, device)].into());
-            assert_eq!(kernel.settings.observe().await.unwrap(), [((), cases::settings())].into());
+        let mut kernel = Kernel::new(&bpffs.join("cistern"));
+        assert_eq!(kernel.excluded.observe().unwrap(), cases::excluded());
+        assert_eq!(kernel.endpoints.observe().unwrap(), cases::endpoints());
+        let device = DeviceEntry { address: Some(NODE) };
+        assert_eq!(kernel.devices.observe().unwrap(), [(1, device)].into());
+        assert_eq!(kernel.settings.observe().unwrap(), [((), cases::settings())].into());
 
-            // Updates are idempotent, and deleting the absent succeeds.
-            let prefix = "10.0.0.0/8".parse().unwrap();
-            for reason in [ExcludedReason::IpMasqAgent, ExcludedReason::IpMasqAgent, ExcludedReason::NativeRouting] {
-                kernel.excluded.update(&prefix, &reason).await.unwrap();
-            }
-            assert_eq!(kernel.excluded.observe().await.unwrap()[&prefix], ExcludedReason::NativeRouting);
-            for _ in 0..2 {
-                kernel.excluded.delete(&prefix).await.unwrap();
-                kernel.endpoints.delete(&POD_B).await.unwrap();
-                kernel.devices.delete(&1).await.unwrap();
-            }
-            assert!(!kernel.excluded.observe().await.unwrap().contains_key(&prefix));
-            assert!(!kernel.endpoints.observe().await.unwrap().contains_key(&POD_B));
-            assert!(kernel.devices.observe().await.unwrap().is_empty());
-            kernel.settings.delete(&()).await.unwrap();
-            assert!(!kernel.settings.observe().await.unwrap()[&()].masquerade);
-        });
+        // Updates are idempotent, and deleting the absent succeeds.
+        let prefix = "10.0.0.0/8".parse().unwrap();
+        for reason in [ExcludedReason::IpMasqAgent, ExcludedReason::IpMasqAgent, ExcludedReason::NativeRouting] {
+            kernel.excluded.update(&prefix, &reason).unwrap();
+        }
+        assert_eq!(kernel.excluded.observe().unwrap()[&prefix], ExcludedReason::NativeRouting);
+        for _ in 0..2 {
+            kernel.excluded.delete(&prefix).unwrap();
+            kernel.endpoints.delete(&POD_B).unwrap();
+            kernel.devices.delete(&1).unwrap();
+        }
+        assert!(!kernel.excluded.observe().unwrap().contains_key(&prefix));
+        assert!(!kernel.endpoints.observe().unwrap().contains_key(&POD_B));
+        assert!(kernel.devices.observe().unwrap().is_empty());
+        kernel.settings.delete(&()).unwrap();
+        assert!(!kernel.settings.observe().unwrap()[&()].masquerade);
     });
 }
 

@@ -7,6 +7,7 @@ use super::operator_role::Operator;
 use super::remembered::{self, unreadable};
 use super::{Refused, host, kernel, operator, signals, uninstall};
 use crate::api::server;
+use crate::blocking::Ports;
 use crate::clock::{self, Clock};
 use crate::cni::deletion_queue::{self, DeletionQueue, QueuedDel};
 use crate::leases::{Endpoints, LeaseStore};
@@ -26,6 +27,7 @@ use std::time::Duration;
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let cancel = signals::cancelled_by_signal()?;
     let shared = Shared::new(Clock::system());
+    let ports = Ports::threads();
     let stopped = "state-dir cannot be used; nothing was started or changed, pods that run go on";
     let state = StateDir::open(&settings.state_dir).context(stopped)?;
     let _lock = state.lock().await.context(stopped)?;
@@ -36,7 +38,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         settings.api_server.as_ref().map(|url| url.as_str()),
     )
     .await?;
-    let (targets, maps) = kernel::open(&settings, &shared.findings)?;
+    let (targets, maps) = kernel::open(&settings, &shared.findings, &ports.kernel)?;
     let (files, not_a_directory) = LeaseFiles::open(&state).context(stopped)?;
     let (leases, set_aside) = files.read().context(stopped)?;
     shared.findings.add(remembered::STATE, not_a_directory.into_iter().chain(set_aside).map(|file| unreadable(&file)));

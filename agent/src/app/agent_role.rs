@@ -6,7 +6,7 @@ use super::node_status::{MapRows, NodeStatus, ROUTER_ADDRESS};
 use super::operator_role::{self, Operator, until};
 use super::remembered;
 use super::supervisor::Supervisor;
-use super::targets::{Reconcile, Target, Targets};
+use super::targets::{Target, Targets};
 use crate::api::{http, server};
 use crate::clock::Clock;
 use crate::controllers::{ipam_node, masquerade, node, notices as tell, peers, routes};
@@ -17,7 +17,7 @@ use crate::kubernetes::node::Annotations;
 use crate::kubernetes::node_condition::NodeConditions;
 use crate::kubernetes::{self, events, views, watch as watches};
 use crate::leases;
-use crate::reconciler::{Options, TargetStatus};
+use crate::reconciler::{Options, Reconcile, SERIAL, TargetStatus};
 use crate::state::StateDir;
 use crate::tables::findings::Findings;
 use crate::tables::notices::Notices;
@@ -262,11 +262,11 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     tasks.spawn_loop("write events", write);
     if settings.auto_create_cilium_node {
         let sources = cilium_node::Sources {
-            seen: cilium_nodes.reader(),
-            nodes: nodes.reader(),
-            pool: pool.reader(),
-            remembered: remembered.reader(),
-            held: held.reader(),
+            seen: cilium_nodes.reader().into(),
+            nodes: nodes.reader().into(),
+            pool: pool.reader().into(),
+            remembered: remembered.reader().into(),
+            held: held.reader().into(),
         };
         let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), sources, mirror));
         tasks.spawn_loop("write own CiliumNode", reconcile.run("own CiliumNode", target, own_node.reader()));
@@ -400,17 +400,14 @@ impl Reconcilers {
         target: Target<K, V>,
         desired: Reader<K, V>,
     ) -> futures::future::BoxFuture<'static, ()> {
-        target(Reconcile {
-            options: Options {
-                name,
-                full_pass: Duration::from_secs(300),
-                backoff: Backoff { base: Duration::from_millis(100), max: Duration::from_secs(15) },
-                prune: true,
-            },
-            desired,
-            published: Arc::clone(&self.statuses),
-            clock: self.clock,
-            cancel: self.token.clone(),
-        })
+        let options = Options {
+            name,
+            full_pass: Duration::from_secs(300),
+            backoff: Backoff { base: Duration::from_millis(100), max: Duration::from_secs(15) },
+            prune: true,
+            // Each target is a kernel object, or one API object.
+            concurrency: SERIAL,
+        };
+        target(Reconcile::new(options, desired, Arc::clone(&self.statuses), self.clock, self.token.clone()))
     }
 }

@@ -1,7 +1,8 @@
 //! The kernel of this machine as the agent's targets.
 
 use super::node_status::MapRows;
-use super::targets::{DatapathTargets, Targets, target};
+use super::targets::{DatapathTargets, Targets, blocking_target};
+use crate::blocking::Blocking;
 use crate::datapath::{Capacities, Collector, Datapath, Endpoints, Events, Pins, View};
 use crate::leases::EndpointMap;
 use crate::netlink::targets::{RouterAddress, Routes};
@@ -22,9 +23,9 @@ use tokio_util::sync::CancellationToken;
 ///
 /// # Errors
 /// What is missing, with the fix.
-pub fn open(settings: &Settings, findings: &Findings) -> anyhow::Result<(Targets, Option<MapRows>)> {
+pub fn open(settings: &Settings, findings: &Findings, port: &Blocking) -> anyhow::Result<(Targets, Option<MapRows>)> {
     let (datapath, maps) = if settings.enable_ipv4_masquerade {
-        let (targets, maps) = open_datapath(settings, findings)?;
+        let (targets, maps) = open_datapath(settings, findings, port)?;
         (Some(targets), Some(maps))
     } else {
         remove_datapath(settings)?;
@@ -32,8 +33,8 @@ pub fn open(settings: &Settings, findings: &Findings) -> anyhow::Result<(Targets
     };
     let targets = Targets {
         network: Box::new(|table, cancel| Box::pin(async move { Ok(monitor::follow(table, cancel).await?) })),
-        routes: target(Routes::open()?),
-        router: target(RouterAddress::open()?),
+        routes: blocking_target(Routes::open()?, port),
+        router: blocking_target(RouterAddress::open()?, port),
         datapath,
     };
     Ok((targets, maps))
@@ -66,7 +67,11 @@ pub fn remove_device(name: &str) -> Result<(), String> {
     handle.remove(&link::delete_by_name(name)).map(|_| ()).map_err(|error| error.to_string())
 }
 
-fn open_datapath(settings: &Settings, findings: &Findings) -> anyhow::Result<(DatapathTargets, MapRows)> {
+fn open_datapath(
+    settings: &Settings,
+    findings: &Findings,
+    port: &Blocking,
+) -> anyhow::Result<(DatapathTargets, MapRows)> {
     let capacities = Capacities { flows: settings.bpf_nat_global_max, ..Capacities::default() };
     let (datapath, events) = Datapath::open(settings.pin_root(), capacities).context(
         "masquerading needs the kernel programs (enable-ipv4-masquerade=false starts without them); nothing was changed",
@@ -82,12 +87,12 @@ fn open_datapath(settings: &Settings, findings: &Findings) -> anyhow::Result<(Da
     let view = datapath.view()?;
     let collector = datapath.collector()?;
     let targets = DatapathTargets {
-        excluded: target(datapath.excluded()?),
-        endpoints: target(datapath.endpoints()?),
+        excluded: blocking_target(datapath.excluded()?, port),
+        endpoints: blocking_target(datapath.endpoints()?, port),
         endpoint_map: Box::new(Map(datapath.endpoints()?)),
-        devices: target(datapath.devices()?),
-        settings: target(datapath.settings(rand::random())?),
-        attachments: target(datapath.attachments()?),
+        devices: blocking_target(datapath.devices()?, port),
+        settings: blocking_target(datapath.settings(rand::random())?, port),
+        attachments: blocking_target(datapath.attachments()?, port),
         background: Box::new(|cancel| Box::pin(background(events, collector, cancel))),
     };
     Ok((targets, Arc::new(move |name| rows(&view, name).map_err(|error| format!("{error:#}")))))

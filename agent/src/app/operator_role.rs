@@ -10,7 +10,7 @@ use crate::kubernetes::orphans::Orphans;
 use crate::kubernetes::pod_cidrs::PodCidrs;
 use crate::kubernetes::records::{RecordStore, WriteError};
 use crate::kubernetes::{Leadership, OPERATOR, crd, events, views, watch as watches};
-use crate::reconciler::{self, Options, TargetStatus};
+use crate::reconciler::{self, API_CALLS, Options, Reconcile, TargetStatus};
 use crate::tables::notices::Notices;
 use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeRow};
 use crate::tables::{Table, Waits};
@@ -170,11 +170,13 @@ async fn lead(
             "write pod CIDRs",
             reconciler::run(
                 PodCidrs::new(client.clone(), cilium_nodes.reader(), leadership.clone()),
-                options("CiliumNode pod CIDRs"),
-                pod_cidrs.reader(),
-                Arc::clone(&targets),
-                clock,
-                token.clone(),
+                Reconcile::new(
+                    options("CiliumNode pod CIDRs"),
+                    pod_cidrs.reader(),
+                    Arc::clone(&targets),
+                    clock,
+                    token.clone(),
+                ),
             ),
         );
     }
@@ -189,11 +191,7 @@ async fn lead(
         "delete orphaned CiliumNodes",
         reconciler::run(
             Orphans::new(client, leadership),
-            options("orphaned CiliumNodes"),
-            orphaned.reader(),
-            targets,
-            clock,
-            token,
+            Reconcile::new(options("orphaned CiliumNodes"), orphaned.reader(), targets, clock, token),
         ),
     );
     tasks.join().await
@@ -206,6 +204,7 @@ fn options(name: &'static str) -> Options {
         full_pass: Duration::from_secs(300),
         backoff: Backoff { base: Duration::from_millis(200), max: Duration::from_secs(15) },
         prune: false,
+        concurrency: API_CALLS,
     }
 }
 

@@ -1,10 +1,10 @@
 //! What the agent acts on, as values: the kernel in production, memory in script tests.
 
-use crate::clock::Clock;
+use crate::blocking::Blocking;
 use crate::leases::EndpointMap;
-use crate::reconciler::{self, Operations, Options, TargetStatus};
+use crate::reconciler::{self, BlockingOperations, Offloaded, Operations, Reconcile};
+use crate::tables::Table;
 use crate::tables::rows::{NetworkRow, RouteTarget};
-use crate::tables::{Reader, Table};
 use cistern_core::masquerade::plan::{AttachmentEntry, DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
 use futures::future::BoxFuture;
 use ipnet::Ipv4Net;
@@ -12,28 +12,17 @@ use std::net::Ipv4Addr;
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
-/// What a reconciler runs with.
-pub struct Reconcile<K: Ord, V> {
-    /// How it works.
-    pub options: Options,
-    /// What it follows.
-    pub desired: Reader<K, V>,
-    /// Where it tells how far it is.
-    pub published: Arc<Table<String, TargetStatus>>,
-    /// Time.
-    pub clock: Clock,
-    /// When to end.
-    pub cancel: CancellationToken,
-}
-
 /// A target whose type is forgotten: given a table, it follows it.
 pub type Target<K, V> = Box<dyn FnOnce(Reconcile<K, V>) -> BoxFuture<'static, ()> + Send>;
 
 /// Forgets the type of a target.
 pub fn target<O: Operations + 'static>(operations: O) -> Target<O::Key, O::Value> {
-    Box::new(move |with: Reconcile<O::Key, O::Value>| {
-        Box::pin(reconciler::run(operations, with.options, with.desired, with.published, with.clock, with.cancel))
-    })
+    Box::new(move |with| Box::pin(reconciler::run(operations, with)))
+}
+
+/// As [`target`], for one whose operations block.
+pub fn blocking_target<T: BlockingOperations>(operations: T, port: &Blocking) -> Target<T::Key, T::Value> {
+    target(Offloaded::new(operations, port.clone()))
 }
 
 /// Fills the table of the node's devices and routes until cancelled.

@@ -6,7 +6,7 @@ use crate::install::plugin;
 use crate::kubernetes::client::{Client, connect};
 use crate::kubernetes::uninstall::{Answers, Objects};
 use crate::netlink::targets::{RouterAddress, Routes, release_pod_routes};
-use crate::reconciler::Operations;
+use crate::reconciler::BlockingOperations;
 use crate::state::{BootMarker, StateDir};
 use crate::tables::Reader;
 use crate::tables::rows::CiliumNodeRow;
@@ -42,7 +42,7 @@ pub async fn clean_and_answer(client: Client, settings: &Settings, state: &State
     let node = &settings.node_name;
     loop {
         tracing::warn!(request, "taking Cistern off this node, as its CiliumNode asks");
-        let failures = clean(settings, state).await;
+        let failures = clean(settings, state);
         for failure in &failures {
             tracing::error!("{failure}");
         }
@@ -64,7 +64,7 @@ pub async fn clean_and_answer(client: Client, settings: &Settings, state: &State
 }
 
 /// No new pods, then no new flows, then the rest; what fails keeps nothing else from being removed.
-async fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
+fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
     let mut failures = Vec::new();
     let mut note = |what: &str, outcome: Result<(), String>| {
         failures.extend(outcome.err().map(|error| format!("{what}: {error}")));
@@ -77,9 +77,9 @@ async fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
         "kernel programs",
         Pins::new(settings.pin_root()).remove_all().map(drop).map_err(|error| format!("{error:#}")),
     );
-    note("routes", remove_all(Routes::open()).await);
+    note("routes", remove_all(Routes::open()));
     note("routes to pods", release_pod_routes().map_err(|error| error.to_string()));
-    note("router address", remove_all(RouterAddress::open()).await);
+    note("router address", remove_all(RouterAddress::open()));
     let run = settings.socket_path.parent().unwrap_or(Path::new("/run/cistern"));
     note("state", state.clear().map_err(|error| error.to_string()));
     // Without the marker of this boot, the next agent looks which of the leases' pods still run.
@@ -90,13 +90,13 @@ async fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
 }
 
 /// Deletes what a target holds.
-async fn remove_all<O: Operations>(target: Result<O, O::Error>) -> Result<(), String>
+fn remove_all<O: BlockingOperations>(target: Result<O, O::Error>) -> Result<(), String>
 where
     O::Error: std::fmt::Display,
 {
     let mut target = target.map_err(|error| error.to_string())?;
-    for key in target.observe().await.map_err(|error| error.to_string())?.into_keys() {
-        target.delete(&key).await.map_err(|error| error.to_string())?;
+    for key in target.observe().map_err(|error| error.to_string())?.into_keys() {
+        target.delete(&key).map_err(|error| error.to_string())?;
     }
     Ok(())
 }

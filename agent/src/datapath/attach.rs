@@ -4,7 +4,7 @@ use super::error::DatapathError;
 use super::kernel::{self, ENOLINK, TcxLink};
 use super::loader::{EGRESS, INGRESS};
 use super::pins::{Pins, remove_link};
-use crate::reconciler::Operations;
+use crate::reconciler::BlockingOperations;
 use aya::programs::links::{FdLink, LinkError, PinnedLink};
 use aya::programs::tc::{SchedClassifierLink, TcAttachOptions, TcAttachType};
 use aya::programs::{LinkOrder, ProgramError, SchedClassifier};
@@ -221,20 +221,20 @@ fn device_name(ifindex: u32) -> Option<String> {
     if_indextoname(ifindex).ok().and_then(|name| name.into_string().ok()).filter(|name| !name.is_empty())
 }
 
-impl Operations for Attachments {
+impl BlockingOperations for Attachments {
     type Key = u32;
     type Value = AttachmentEntry;
     type Error = DatapathError;
 
-    async fn update(&mut self, key: &u32, value: &AttachmentEntry) -> Result<(), DatapathError> {
+    fn update(&mut self, key: &u32, value: &AttachmentEntry) -> Result<(), DatapathError> {
         self.attach(*key, &value.name)
     }
 
-    async fn delete(&mut self, key: &u32) -> Result<(), DatapathError> {
+    fn delete(&mut self, key: &u32) -> Result<(), DatapathError> {
         self.detach(*key)
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<u32, AttachmentEntry>, DatapathError> {
+    fn observe(&mut self) -> Result<BTreeMap<u32, AttachmentEntry>, DatapathError> {
         self.attached()
     }
 }

@@ -3,7 +3,7 @@
 use super::error::DatapathError;
 use super::kernel::{self, Cursor};
 use super::pins::Pins;
-use crate::reconciler::Operations;
+use crate::reconciler::BlockingOperations;
 use aya::Pod;
 use aya::maps::lpm_trie::Key;
 use aya::maps::{Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray};
@@ -214,20 +214,20 @@ impl Excluded {
     }
 }
 
-impl Operations for Excluded {
+impl BlockingOperations for Excluded {
     type Key = Ipv4Net;
     type Value = ExcludedReason;
     type Error = DatapathError;
 
-    async fn update(&mut self, key: &Ipv4Net, value: &ExcludedReason) -> Result<(), DatapathError> {
+    fn update(&mut self, key: &Ipv4Net, value: &ExcludedReason) -> Result<(), DatapathError> {
         self.insert(*key, *value)
     }
 
-    async fn delete(&mut self, key: &Ipv4Net) -> Result<(), DatapathError> {
+    fn delete(&mut self, key: &Ipv4Net) -> Result<(), DatapathError> {
         self.remove(*key)
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<Ipv4Net, ExcludedReason>, DatapathError> {
+    fn observe(&mut self) -> Result<BTreeMap<Ipv4Net, ExcludedReason>, DatapathError> {
         self.rows = trie_rows(&self.trie)?;
         self.rows.iter().map(|(prefix, value)| Ok((*prefix, reason(prefix, value)?))).collect()
     }
@@ -292,20 +292,20 @@ fn endpoint_rows(
         .collect()
 }
 
-impl Operations for Endpoints {
+impl BlockingOperations for Endpoints {
     type Key = Ipv4Addr;
     type Value = EndpointEntry;
     type Error = DatapathError;
 
-    async fn update(&mut self, key: &Ipv4Addr, value: &EndpointEntry) -> Result<(), DatapathError> {
+    fn update(&mut self, key: &Ipv4Addr, value: &EndpointEntry) -> Result<(), DatapathError> {
         self.insert(*key, *value)
     }
 
-    async fn delete(&mut self, key: &Ipv4Addr) -> Result<(), DatapathError> {
+    fn delete(&mut self, key: &Ipv4Addr) -> Result<(), DatapathError> {
         self.remove(*key)
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<Ipv4Addr, EndpointEntry>, DatapathError> {
+    fn observe(&mut self) -> Result<BTreeMap<Ipv4Addr, EndpointEntry>, DatapathError> {
         self.rows()
     }
 }
@@ -352,20 +352,20 @@ impl Devices {
     }
 }
 
-impl Operations for Devices {
+impl BlockingOperations for Devices {
     type Key = u32;
     type Value = DeviceEntry;
     type Error = DatapathError;
 
-    async fn update(&mut self, key: &u32, value: &DeviceEntry) -> Result<(), DatapathError> {
+    fn update(&mut self, key: &u32, value: &DeviceEntry) -> Result<(), DatapathError> {
         self.insert(*key, *value)
     }
 
-    async fn delete(&mut self, key: &u32) -> Result<(), DatapathError> {
+    fn delete(&mut self, key: &u32) -> Result<(), DatapathError> {
         self.remove(*key)
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<u32, DeviceEntry>, DatapathError> {
+    fn observe(&mut self) -> Result<BTreeMap<u32, DeviceEntry>, DatapathError> {
         device_rows(&self.map)
     }
 }
@@ -484,24 +484,24 @@ fn settings_of(
     }))
 }
 
-impl Operations for Settings {
+impl BlockingOperations for Settings {
     type Key = ();
     type Value = DatapathSettings;
     type Error = DatapathError;
 
-    async fn update(&mut self, _key: &(), value: &DatapathSettings) -> Result<(), DatapathError> {
+    fn update(&mut self, _key: &(), value: &DatapathSettings) -> Result<(), DatapathError> {
         self.set(value)
     }
 
     /// Switches masquerading off: a slot of an array cannot be absent.
-    async fn delete(&mut self, _key: &()) -> Result<(), DatapathError> {
+    fn delete(&mut self, _key: &()) -> Result<(), DatapathError> {
         let mut slot = self.slot.lock();
         let mut value = slot.read()?;
         value.flags &= !SETTING_MASQUERADE;
         slot.write(value)
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<(), DatapathSettings>, DatapathError> {
+    fn observe(&mut self) -> Result<BTreeMap<(), DatapathSettings>, DatapathError> {
         Ok(self.get()?.map(|settings| ((), settings)).into_iter().collect())
     }
 }

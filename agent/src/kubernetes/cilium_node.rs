@@ -4,7 +4,7 @@ use super::written::Written;
 use super::{AGENT, KubernetesError, write};
 use crate::reconciler::Operations;
 use crate::tables::rows::{CiliumNodeRow, HeldRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow, lists_of};
-use crate::tables::{Reader, Snapshot};
+use crate::tables::{Snapshot, Watched};
 use cistern_core::ipam::node::cluster_pool::{self, List};
 use cistern_crds::CiliumNode;
 use ipnet::Ipv4Net;
@@ -12,6 +12,7 @@ use kube::api::{Patch, PatchParams, PostParams};
 use kube::{Api, Client};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -21,15 +22,15 @@ const KIND: &str = "CiliumNode";
 #[derive(Debug)]
 pub struct Sources {
     /// The CiliumNodes.
-    pub seen: Reader<String, CiliumNodeRow>,
+    pub seen: Watched<String, CiliumNodeRow>,
     /// This node's Node.
-    pub nodes: Reader<String, NodeRow>,
+    pub nodes: Watched<String, NodeRow>,
     /// Where this node's pods get their addresses from.
-    pub pool: Reader<(), PoolRow>,
+    pub pool: Watched<(), PoolRow>,
     /// What of `pool` is on disk.
-    pub remembered: Reader<(), PoolRow>,
+    pub remembered: Watched<(), PoolRow>,
     /// Whether anybody holds an address of this node.
-    pub held: Reader<(), HeldRow>,
+    pub held: Watched<(), HeldRow>,
 }
 
 /// The agent's own object.
@@ -39,8 +40,14 @@ pub struct OwnNode {
     name: String,
     sources: Sources,
     mirror: bool,
+    past: Mutex<Past>,
+}
+
+/// What was done to the agent's own object.
+#[derive(Debug, Default)]
+struct Past {
     written: Option<Written<OwnCiliumNode>>,
-    /// When the object was made last.
+    /// When the object was created last.
     made: Option<Instant>,
     /// When its blocks were written last.
     listed: Option<Instant>,
@@ -63,7 +70,11 @@ impl OwnNode {
     /// block is kept equal to that one.
     #[must_use]
     pub fn new(client: Client, name: String, sources: Sources, mirror: bool) -> Self {
-        Self { api: Api::all(client), name, sources, mirror, written: None, made: None, listed: None }
+        Self { api: Api::all(client), name, sources, mirror, past: Mutex::default() }
+    }
+
+    fn past(&self) -> MutexGuard<'_, Past> {
+        self.past.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What the list of blocks has to become; none when it is as it shall be, or when it is not known yet what is served.
@@ -112,11 +123,11 @@ impl Operations for OwnNode {
     type Value = OwnCiliumNode;
     type Error = KubernetesError;
 
-    async fn update(&mut self, name: &String, value: &OwnCiliumNode) -> Result<(), KubernetesError> {
+    async fn update(&self, name: &String, value: &OwnCiliumNode) -> Result<(), KubernetesError> {
         let snapshot = self.sources.seen.peek();
         let mut metadata = Map::from_iter([("name".to_owned(), json!(name))]);
         // These rows may not tell yet of what was written last.
-        let pending = self.written.as_ref().is_some_and(|written| written.is_newer_than(&snapshot));
+        let pending = self.past().written.as_ref().is_some_and(|written| written.is_newer_than(&snapshot));
         let list = if pending { None } else { self.list(&snapshot) };
         // Without a Node there is nothing to say about owners, and those that somebody else named stay.
         if let Some(owner) = &value.owner {
@@ -132,7 +143,7 @@ impl Operations for OwnNode {
         let written = match snapshot.rows.get(name) {
             // One that was made a moment ago and is not told of yet is there.
             None if !pending => {
-                if let Some(retry_after) = too_soon(self.made) {
+                if let Some(retry_after) = too_soon(self.past().made) {
                     return Err(KubernetesError::Vanished { kind: KIND, name: name.clone(), retry_after });
                 }
                 let object: CiliumNode = serde_json::from_value(json!({
@@ -150,7 +161,7 @@ impl Operations for OwnNode {
                 })?;
                 let params = PostParams { field_manager: Some(AGENT.to_owned()), ..PostParams::default() };
                 let made = write("create", KIND, name, self.api.create(&params, &object)).await?;
-                self.made = Some(Instant::now());
+                self.past().made = Some(Instant::now());
                 made
             }
             Some(CiliumNodeRow { unreadable: Some(reason), .. }) => {
@@ -161,7 +172,7 @@ impl Operations for OwnNode {
                 let lists = list.is_some();
                 if let (Some(list), Some(row)) = (list, row) {
                     if !self.mirror {
-                        if let Some(retry_after) = too_soon(self.listed) {
+                        if let Some(retry_after) = too_soon(self.past().listed) {
                             return Err(KubernetesError::TooSoon { kind: KIND, name: name.clone(), retry_after });
                         }
                         // The operator may be giving it one at this moment.
@@ -173,32 +184,35 @@ impl Operations for OwnNode {
                 let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
                 let patched = write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await?;
                 if lists {
-                    self.listed = Some(Instant::now());
+                    self.past().listed = Some(Instant::now());
                 }
                 patched
             }
         };
-        self.written = Some(Written::new(snapshot.followed, &written, value.clone()));
+        self.past().written = Some(Written::new(snapshot.followed, &written, value.clone()));
         Ok(())
     }
 
-    async fn delete(&mut self, _name: &String) -> Result<(), KubernetesError> {
+    async fn delete(&self, _name: &String) -> Result<(), KubernetesError> {
         // The object goes with its Node; this agent never deletes it.
         Ok(())
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<String, OwnCiliumNode>, KubernetesError> {
+    async fn observe(&self) -> Result<BTreeMap<String, OwnCiliumNode>, KubernetesError> {
         let snapshot = self.sources.seen.synced().await;
         // What changes after this moment is looked at again.
         self.sources.pool.snapshot();
         self.sources.remembered.snapshot();
         self.sources.held.snapshot();
-        if let Some(written) = &self.written
-            && written.is_newer_than(&snapshot)
         {
-            return Ok(BTreeMap::from([(self.name.clone(), written.value.clone())]));
+            let mut past = self.past();
+            if let Some(written) = &past.written
+                && written.is_newer_than(&snapshot)
+            {
+                return Ok(BTreeMap::from([(self.name.clone(), written.value.clone())]));
+            }
+            past.written = None;
         }
-        self.written = None;
         // A range that is not known yet takes nothing away.
         let known = !self.sources.pool.peek().rows.is_empty();
         let differs = self.list(&snapshot).is_some();
@@ -218,7 +232,7 @@ impl Operations for OwnNode {
             .collect())
     }
 
-    async fn changed(&mut self) {
+    async fn changed(&self) {
         tokio::select! {
             () = self.sources.seen.changed() => {}
             () = self.sources.pool.changed() => {}

@@ -2,8 +2,8 @@
 
 use super::{AGENT, KubernetesError, write};
 use crate::reconciler::Operations;
-use crate::tables::Reader;
 use crate::tables::rows::NodeRow;
+use crate::tables::{Reader, Watched};
 use cistern_core::ipam::node::host_scope;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::{Patch, PatchParams};
@@ -15,14 +15,14 @@ use std::collections::BTreeMap;
 #[derive(Debug)]
 pub struct Annotations {
     api: Api<Node>,
-    seen: Reader<String, NodeRow>,
+    seen: Watched<String, NodeRow>,
 }
 
 impl Annotations {
     /// Writes the Nodes that `seen` lists, and reads them back from there.
     #[must_use]
     pub fn new(client: Client, seen: Reader<String, NodeRow>) -> Self {
-        Self { api: Api::all(client), seen }
+        Self { api: Api::all(client), seen: seen.into() }
     }
 }
 
@@ -31,18 +31,18 @@ impl Operations for Annotations {
     type Value = BTreeMap<String, String>;
     type Error = KubernetesError;
 
-    async fn update(&mut self, name: &String, value: &BTreeMap<String, String>) -> Result<(), KubernetesError> {
+    async fn update(&self, name: &String, value: &BTreeMap<String, String>) -> Result<(), KubernetesError> {
         let patch = json!({"metadata": {"annotations": value}});
         let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
         write("patch", "Node", name, self.api.patch(name, &params, &Patch::Merge(&patch))).await.map(drop)
     }
 
-    async fn delete(&mut self, _name: &String) -> Result<(), KubernetesError> {
+    async fn delete(&self, _name: &String) -> Result<(), KubernetesError> {
         // A node that serves always has something to say here.
         Ok(())
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<String, BTreeMap<String, String>>, KubernetesError> {
+    async fn observe(&self) -> Result<BTreeMap<String, BTreeMap<String, String>>, KubernetesError> {
         let seen = self.seen.synced().await;
         let ours = |row: &NodeRow| {
             let found = row.annotations.iter().filter(|(key, _)| host_scope::is_written(key));
@@ -51,7 +51,7 @@ impl Operations for Annotations {
         Ok(seen.rows.iter().map(|(name, row)| (name.clone(), ours(row))).collect())
     }
 
-    async fn changed(&mut self) {
+    async fn changed(&self) {
         self.seen.changed().await;
     }
 }

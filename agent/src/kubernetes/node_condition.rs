@@ -6,14 +6,15 @@
 use super::{AGENT, KubernetesError, write};
 use crate::clock::Clock;
 use crate::reconciler::Operations;
-use crate::tables::Reader;
 use crate::tables::rows::{NodeCondition, NodeRow};
+use crate::tables::{Reader, Watched};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The condition's `type`.
 pub const TYPE: &str = "cistern.io/Ready";
@@ -25,23 +26,27 @@ const KIND: &str = "Node";
 pub struct NodeConditions {
     api: Api<Node>,
     name: String,
-    seen: Reader<String, NodeRow>,
+    seen: Watched<String, NodeRow>,
     clock: Clock,
     /// What was written, and when it came into that state: the watch may show it later.
-    written: Option<(NodeCondition, Timestamp)>,
+    written: Mutex<Option<(NodeCondition, Timestamp)>>,
 }
 
 impl NodeConditions {
     /// Writes to the Node `name`, and reads it back from `seen`.
     #[must_use]
     pub fn new(client: Client, name: String, seen: Reader<String, NodeRow>, clock: Clock) -> Self {
-        Self { api: Api::all(client), name, seen, clock, written: None }
+        Self { api: Api::all(client), name, seen: seen.into(), clock, written: Mutex::new(None) }
+    }
+
+    fn written(&self) -> MutexGuard<'_, Option<(NodeCondition, Timestamp)>> {
+        self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The condition as it is, and when it came into that state.
-    async fn known(&mut self) -> Option<(NodeCondition, Timestamp)> {
+    async fn known(&self) -> Option<(NodeCondition, Timestamp)> {
         let snapshot = self.seen.synced().await;
-        self.written.clone().or_else(|| snapshot.rows.get(&self.name)?.condition.clone())
+        self.written().clone().or_else(|| snapshot.rows.get(&self.name)?.condition.clone())
     }
 }
 
@@ -50,7 +55,7 @@ impl Operations for NodeConditions {
     type Value = NodeCondition;
     type Error = KubernetesError;
 
-    async fn update(&mut self, name: &String, value: &NodeCondition) -> Result<(), KubernetesError> {
+    async fn update(&self, name: &String, value: &NodeCondition) -> Result<(), KubernetesError> {
         let now = self.clock.now();
         let since = match self.known().await {
             Some((before, since)) if before.ready == value.ready => since,
@@ -70,7 +75,7 @@ impl Operations for NodeConditions {
         let call = self.api.patch_status(name, &params, &patch);
         match write("patch status of", KIND, name, call).await {
             Ok(_) => {
-                self.written = Some((value.clone(), since));
+                *self.written() = Some((value.clone(), since));
                 Ok(())
             }
             // An agent may be there before kubelet has registered its Node; the next full pass finds it.
@@ -79,13 +84,13 @@ impl Operations for NodeConditions {
         }
     }
 
-    async fn delete(&mut self, _name: &String) -> Result<(), KubernetesError> {
+    async fn delete(&self, _name: &String) -> Result<(), KubernetesError> {
         Ok(())
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<String, NodeCondition>, KubernetesError> {
+    async fn observe(&self) -> Result<BTreeMap<String, NodeCondition>, KubernetesError> {
         // What was written before may have been lost with the Node; the watch has shown it by now.
-        self.written = None;
+        *self.written() = None;
         Ok(self.known().await.map(|(condition, _)| (self.name.clone(), condition)).into_iter().collect())
     }
 }

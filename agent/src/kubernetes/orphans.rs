@@ -30,7 +30,7 @@ impl Operations for Orphans {
     type Value = String;
     type Error = KubernetesError;
 
-    async fn update(&mut self, name: &String, uid: &String) -> Result<(), KubernetesError> {
+    async fn update(&self, name: &String, uid: &String) -> Result<(), KubernetesError> {
         let params = DeleteParams {
             preconditions: Some(Preconditions { uid: Some(uid.clone()), resource_version: None }),
             ..DeleteParams::default()
@@ -46,11 +46,11 @@ impl Operations for Orphans {
         }
     }
 
-    async fn delete(&mut self, _name: &String) -> Result<(), KubernetesError> {
+    async fn delete(&self, _name: &String) -> Result<(), KubernetesError> {
         Ok(())
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<String, String>, KubernetesError> {
+    async fn observe(&self) -> Result<BTreeMap<String, String>, KubernetesError> {
         Ok(BTreeMap::new())
     }
 }

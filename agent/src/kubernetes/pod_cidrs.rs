@@ -3,8 +3,8 @@
 use super::written::Written;
 use super::{KubernetesError, Leadership, OPERATOR};
 use crate::reconciler::Operations;
-use crate::tables::Reader;
 use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow};
+use crate::tables::{Reader, Watched};
 use cistern_core::ipam::node::cluster_pool;
 use cistern_core::ipam::verdict;
 use cistern_crds::CiliumNode;
@@ -12,6 +12,7 @@ use kube::api::{Patch, PatchParams};
 use kube::{Api, Client, ResourceExt};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const KIND: &str = "CiliumNode";
 
@@ -19,16 +20,20 @@ const KIND: &str = "CiliumNode";
 #[derive(Debug)]
 pub struct PodCidrs {
     api: Api<CiliumNode>,
-    seen: Reader<String, CiliumNodeRow>,
+    seen: Watched<String, CiliumNodeRow>,
     leadership: Leadership,
-    written: BTreeMap<String, Written<CiliumNodeIpam>>,
+    written: Mutex<BTreeMap<String, Written<CiliumNodeIpam>>>,
 }
 
 impl PodCidrs {
     /// Writes the objects that `seen` lists.
     #[must_use]
     pub fn new(client: Client, seen: Reader<String, CiliumNodeRow>, leadership: Leadership) -> Self {
-        Self { api: Api::all(client), seen, leadership, written: BTreeMap::new() }
+        Self { api: Api::all(client), seen: seen.into(), leadership, written: Mutex::default() }
+    }
+
+    fn written(&self) -> MutexGuard<'_, BTreeMap<String, Written<CiliumNodeIpam>>> {
+        self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Writes what differs from `row`; answers the object if anything does.
@@ -95,7 +100,7 @@ impl Operations for PodCidrs {
     type Value = CiliumNodeIpam;
     type Error = KubernetesError;
 
-    async fn update(&mut self, name: &String, value: &CiliumNodeIpam) -> Result<(), KubernetesError> {
+    async fn update(&self, name: &String, value: &CiliumNodeIpam) -> Result<(), KubernetesError> {
         let snapshot = self.seen.peek();
         // Deleted since it was planned: nothing to write (`ipam` 2.2.9). Changed since: the plan that knows of it follows.
         let Some(row) =
@@ -104,12 +109,12 @@ impl Operations for PodCidrs {
             return Ok(());
         };
         // So does the one that knows of what was written here last.
-        if self.written.get(name).is_some_and(|written| written.is_newer_than(&snapshot)) {
+        if self.written().get(name).is_some_and(|written| written.is_newer_than(&snapshot)) {
             return Ok(());
         }
         match self.write(name, value, row).await {
             Ok(Some(object)) => {
-                self.written.insert(name.clone(), Written::new(snapshot.followed, &object, value.clone()));
+                self.written().insert(name.clone(), Written::new(snapshot.followed, &object, value.clone()));
                 Ok(())
             }
             Ok(None) => Ok(()),
@@ -118,20 +123,21 @@ impl Operations for PodCidrs {
         }
     }
 
-    async fn delete(&mut self, name: &String) -> Result<(), KubernetesError> {
+    async fn delete(&self, name: &String) -> Result<(), KubernetesError> {
         // A row that left the plan is an object that is gone; blocks are never taken from one that exists.
-        self.written.remove(name);
+        self.written().remove(name);
         Ok(())
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<String, CiliumNodeIpam>, KubernetesError> {
+    async fn observe(&self) -> Result<BTreeMap<String, CiliumNodeIpam>, KubernetesError> {
         let snapshot = self.seen.synced().await;
-        self.written.retain(|_, written| written.is_newer_than(&snapshot));
+        let mut written = self.written();
+        written.retain(|_, written| written.is_newer_than(&snapshot));
         Ok(snapshot
             .rows
             .iter()
             .map(|(name, row)| {
-                let value = self.written.get(name).map_or_else(
+                let value = written.get(name).map_or_else(
                     || CiliumNodeIpam {
                         uid: row.uid.clone(),
                         planned_from: row.resource_version.clone(),
@@ -148,7 +154,7 @@ impl Operations for PodCidrs {
             .collect())
     }
 
-    async fn changed(&mut self) {
+    async fn changed(&self) {
         self.seen.changed().await;
     }
 }

@@ -1,7 +1,7 @@
 //! Routes and the router address as targets of the reconciler.
 
 use super::{Handle, NetlinkError, address, link, route};
-use crate::reconciler::Operations;
+use crate::reconciler::BlockingOperations;
 use crate::tables::rows::RouteTarget;
 use ipnet::{IpNet, Ipv4Net};
 use std::collections::BTreeMap;
@@ -45,16 +45,16 @@ fn as_target(route: &route::Route) -> Option<(Ipv4Net, RouteTarget)> {
     Some((destination, target))
 }
 
-impl Operations for Routes {
+impl BlockingOperations for Routes {
     type Key = Ipv4Net;
     type Value = RouteTarget;
     type Error = NetlinkError;
 
-    async fn update(&mut self, destination: &Ipv4Net, target: &RouteTarget) -> Result<(), NetlinkError> {
+    fn update(&mut self, destination: &Ipv4Net, target: &RouteTarget) -> Result<(), NetlinkError> {
         self.handle.apply(&[route::replace(&as_route(*destination, *target))])
     }
 
-    async fn delete(&mut self, destination: &Ipv4Net) -> Result<(), NetlinkError> {
+    fn delete(&mut self, destination: &Ipv4Net) -> Result<(), NetlinkError> {
         let ours = self.handle.routes(Some(route::PROTOCOL_NODE))?;
         let gone: Vec<_> =
             ours.iter().filter(|route| route.destination == IpNet::V4(*destination)).map(route::delete).collect();
@@ -67,7 +67,7 @@ impl Operations for Routes {
         Ok(())
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<Ipv4Net, RouteTarget>, NetlinkError> {
+    fn observe(&mut self) -> Result<BTreeMap<Ipv4Net, RouteTarget>, NetlinkError> {
         Ok(self.handle.routes(Some(route::PROTOCOL_NODE))?.iter().filter_map(as_target).collect())
     }
 }
@@ -106,24 +106,24 @@ fn host(address: Ipv4Addr) -> IpNet {
     IpNet::V4(Ipv4Net::from(address))
 }
 
-impl Operations for RouterAddress {
+impl BlockingOperations for RouterAddress {
     type Key = Ipv4Addr;
     type Value = ();
     type Error = NetlinkError;
 
-    async fn update(&mut self, address: &Ipv4Addr, _value: &()) -> Result<(), NetlinkError> {
+    fn update(&mut self, address: &Ipv4Addr, _value: &()) -> Result<(), NetlinkError> {
         let set = address::replace_in_scope(link::LOOPBACK, host(*address), address::Scope::Link);
         self.handle.apply(&[link::up(link::LOOPBACK), set])
     }
 
-    async fn delete(&mut self, address: &Ipv4Addr) -> Result<(), NetlinkError> {
+    fn delete(&mut self, address: &Ipv4Addr) -> Result<(), NetlinkError> {
         match self.handle.apply(&[address::delete(link::LOOPBACK, host(*address))]) {
             Err(error) if !error.is_missing() => Err(error),
             _ => Ok(()),
         }
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<Ipv4Addr, ()>, NetlinkError> {
+    fn observe(&mut self) -> Result<BTreeMap<Ipv4Addr, ()>, NetlinkError> {
         Ok(self
             .handle
             .addresses_of(link::LOOPBACK)?

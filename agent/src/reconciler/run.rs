@@ -1,234 +1,493 @@
 //! The loop.
 
-use super::{Operations, RowStatus, TargetStatus};
+use super::handle::{Request, Requests};
+use super::{NotRealised, Operations, Options, Reconcile, RowStatus, TargetStatus};
 use crate::clock::Clock;
-use crate::tables::{Reader, Rows, Table};
-use cistern_core::reconcile::backoff::{Backoff, Retries, Retry};
+use crate::tables::{Reader, Snapshot, Table};
+use cistern_core::reconcile::backoff::{Retries, Retry};
 use cistern_core::reconcile::{Classify, ErrorClass};
-use std::collections::BTreeMap;
+use futures::future::BoxFuture;
+use futures::stream::{FuturesUnordered, StreamExt};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::oneshot;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
-/// How a reconciler works.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Name of the target, for logs and status.
-    pub name: &'static str,
-    /// Time between full passes.
-    pub full_pass: Duration,
-    /// Delays after failures.
-    pub backoff: Backoff,
-    /// Surplus that a full pass finds is deleted. Without it only rows that left the table are.
-    pub prune: bool,
+/// A full pass that is due waits for the operations under way, but no longer than this: a target that reports a change after
+/// each write is read once per batch of writes, not once per write.
+const PASS_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Up to this many failing rows, each change of the status is published at once.
+const FEW_FAILING: usize = 32;
+/// More are published at most this often: a status is copied whole for its readers.
+const STATUS_EVERY: Duration = Duration::from_secs(1);
+
+/// An operation that has ended.
+struct Done<O: Operations> {
+    key: O::Key,
+    /// What was tried; none for a deletion.
+    wanted: Option<O::Value>,
+    outcome: Result<(), O::Error>,
+}
+
+type Observed<O> = Result<BTreeMap<<O as Operations>::Key, <O as Operations>::Value>, <O as Operations>::Error>;
+
+struct Waiter<V> {
+    wanted: Option<V>,
+    reply: oneshot::Sender<Result<(), NotRealised>>,
+}
+
+/// Keys that may need an operation. A key that turns out to need none when its turn comes is passed over.
+struct Queue<K> {
+    /// Callers wait for these.
+    awaited: VecDeque<K>,
+    updates: VecDeque<K>,
+    /// Begun when no update is left or under way.
+    deletions: VecDeque<K>,
 }
 
 struct Loop<O: Operations> {
-    operations: O,
+    operations: Arc<O>,
     options: Options,
     clock: Clock,
-    /// What the target holds as far as we know. Rows that are as desired are shared with the table, so that a change costs
-    /// what changed, and not a comparison of everything.
-    realised: Rows<O::Key, O::Value>,
+    desired: Arc<Snapshot<O::Key, O::Value>>,
+    /// What the target holds as far as we know.
+    realised: BTreeMap<O::Key, O::Value>,
+    /// The target has been read since the start, so that `realised` means something.
+    known: bool,
+    queue: Queue<O::Key>,
+    running: FuturesUnordered<BoxFuture<'static, Done<O>>>,
+    /// Keys of `running`; true for an update.
+    busy: BTreeMap<O::Key, bool>,
     retries: Retries<O::Key>,
+    /// Keys due up to this moment have been queued.
+    retried_until: Option<Duration>,
     /// What was tried on each key that failed; none for a deletion.
     tried: BTreeMap<O::Key, Option<O::Value>>,
+    /// Keys with a permanent error that the current full pass tries once more.
+    second_chance: BTreeSet<O::Key>,
+    waiters: BTreeMap<O::Key, Vec<Waiter<O::Value>>>,
+    /// A reading of the target that is under way.
+    reading: Option<BoxFuture<'static, Observed<O>>>,
+    /// Keys that had an operation since `reading` began: what it observes of them may be older than that.
+    touched: BTreeSet<O::Key>,
+    pass_at: Instant,
+    pass_failures: u32,
+    failing: BTreeMap<O::Key, RowStatus>,
+    unreadable: Option<RowStatus>,
     status: TargetStatus,
+    /// `failing` or `unreadable` changed since `status` was made from them.
+    failing_changed: bool,
     published: Arc<Table<String, TargetStatus>>,
+    published_at: Option<Instant>,
 }
 
-/// Makes the target follow `desired` until cancelled. Nothing is done before the table has synced.
+/// Makes the target follow the table until cancelled. Before the table has synced only rows that callers wait for are
+/// applied.
 ///
-/// Cancelling never interrupts an operation that changes something: the loop ends between two.
-pub async fn run<O: Operations>(
-    operations: O,
-    options: Options,
-    mut desired: Reader<O::Key, O::Value>,
-    published: Arc<Table<String, TargetStatus>>,
-    clock: Clock,
-    cancel: CancellationToken,
-) {
-    let backoff = options.backoff;
-    let mut this = Loop {
-        operations,
-        options,
-        clock,
-        realised: Rows::new(),
-        retries: Retries::new(backoff),
-        tried: BTreeMap::new(),
-        status: TargetStatus::default(),
-        published,
-    };
-    tokio::select! {
-        biased;
-        () = cancel.cancelled() => return,
-        _ = desired.synced() => {}
-    }
-    let mut full_pass_due = Some(Instant::now());
-    let mut full_pass_failures = 0_u32;
+/// Cancelling never interrupts an operation that changes something: the loop ends when those under way have ended.
+pub async fn run<O: Operations + 'static>(operations: O, with: Reconcile<O::Key, O::Value>) {
+    let Reconcile { options, mut desired, published, clock, cancel, requests, handle } = with;
+    // Without callers the loop need not look for their requests.
+    drop(handle);
+    let mut requests = Some(requests);
+    let mut this = Loop::new(operations, options, clock, desired.snapshot(), published);
     loop {
-        let due = full_pass_due.is_some_and(|at| at <= Instant::now());
-        if due {
-            match this.full_pass(&mut desired, &cancel).await {
-                Ok(()) => {
-                    full_pass_failures = 0;
-                    full_pass_due = Some(Instant::now() + this.options.full_pass);
-                }
-                Err(delay_attempt) => {
-                    full_pass_failures += 1;
-                    let delay = delay_attempt.unwrap_or(this.options.full_pass).max(this.delay(full_pass_failures));
-                    full_pass_due = Some(Instant::now() + delay);
-                }
-            }
-        } else if this.status.complete {
-            // Before the target has been read once, a change would be applied blindly.
-            let snapshot = desired.snapshot();
-            this.apply(&snapshot.rows, false, &cancel).await;
-        }
-        this.publish();
-        if cancel.is_cancelled() {
-            return;
-        }
-        let next_retry = this.retries.next().map(|at| this.clock.instant(at));
-        let wake = [full_pass_due, next_retry].into_iter().flatten().min();
-        tokio::select! {
-            biased;
-            () = cancel.cancelled() => return,
-            () = desired.changed() => {}
-            () = this.operations.changed() => full_pass_due = Some(Instant::now()),
-            () = async { match wake { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {}
-        }
-    }
-}
-
-impl<O: Operations> Loop<O> {
-    /// Compares with what the target holds. Additions and updates first, the surplus last.
-    ///
-    /// An error is that of reading the target; how long to wait at least is in it.
-    async fn full_pass(
-        &mut self,
-        desired: &mut Reader<O::Key, O::Value>,
-        cancel: &CancellationToken,
-    ) -> Result<(), Option<Duration>> {
-        // Reading may wait for what does not come any more, for example a table whose watch has ended with this scope.
-        let observed = tokio::select! {
-            biased;
-            () = cancel.cancelled() => return Ok(()),
-            observed = self.operations.observe() => observed,
-        };
-        let snapshot = desired.snapshot();
-        let desired = &snapshot.rows;
-        match observed {
-            Ok(observed) => {
-                self.status.failing.remove("");
-                self.realised.replace(observed);
-                if !self.options.prune {
-                    self.realised.retain(|key, _| desired.contains_key(key));
-                }
-            }
-            Err(error) => {
-                let class = error.class();
-                tracing::warn!(target = self.options.name, error = %error, "cannot read what is there");
-                let attempts = self.status.failing.get("").map_or(0, |row| row.attempts) + 1;
-                self.status
-                    .failing
-                    .insert(String::new(), RowStatus { error: error.to_string(), attempts, next_try: None });
-                return Err(match class {
-                    ErrorClass::Transient => Some(Duration::ZERO),
-                    ErrorClass::Throttled { retry_after } => retry_after.or(Some(Duration::ZERO)),
-                    ErrorClass::Permanent => None,
-                });
-            }
-        }
-        // A permanent error gets its next chance here.
-        self.apply(desired, true, cancel).await;
-        self.status.complete = true;
-        Ok(())
-    }
-
-    /// Applies what changed since and what is due again; in a full pass also what failed for good.
-    async fn apply(&mut self, desired: &Rows<O::Key, O::Value>, full: bool, cancel: &CancellationToken) {
-        // A deletion that failed is owed although the target may hold nothing any more.
-        let owed: Vec<O::Key> = self.tried.keys().filter(|key| !desired.contains_key(key)).cloned().collect();
-        // Additions and updates first, the surplus last: that opens no gap.
-        let (mut steps, surplus): (Vec<_>, Vec<_>) = desired
-            .changes_from(&self.realised)
-            .map(|change| (change.key.clone(), change.after.cloned()))
-            .partition(|(_, wanted)| wanted.is_some());
-        steps.extend(surplus);
-        steps.extend(owed.into_iter().filter(|key| !self.realised.contains_key(key)).map(|key| (key, None)));
-        let now = self.clock.monotonic();
-        for (key, wanted) in steps {
-            if cancel.is_cancelled() {
+        let ending = cancel.is_cancelled();
+        if ending {
+            this.end();
+            if this.running.is_empty() {
                 return;
             }
-            if !self.due(&key, wanted.as_ref(), full, now) {
-                continue;
-            }
-            let outcome = match &wanted {
-                Some(value) => self.operations.update(&key, value).await,
-                None => self.operations.delete(&key).await,
+        } else {
+            this.queue_retries();
+            this.begin_pass();
+            this.begin_operations();
+        }
+        this.finish_pass();
+        let status_due = this.publish();
+        let wake = if ending { None } else { [this.wake(), status_due].into_iter().flatten().min() };
+        tokio::select! {
+            biased;
+            () = cancel.cancelled(), if !ending => {}
+            Some(done) = this.running.next(), if !this.running.is_empty() => this.done(done),
+            request = next(&mut requests), if !ending => match request {
+                Some(request) => this.asked(request, &mut desired),
+                None => requests = None,
+            },
+            () = desired.changed(), if !ending => this.follow(desired.snapshot()),
+            observed = read(&mut this.reading), if !ending => this.compare(observed),
+            () = this.operations.changed(), if !ending && this.watches() => this.pass_at = Instant::now(),
+            () = sleep_until(wake) => {}
+        }
+    }
+}
+
+async fn next<K, V>(requests: &mut Option<Requests<K, V>>) -> Option<Request<K, V>> {
+    match requests {
+        Some(requests) => requests.recv().await,
+        None => pending().await,
+    }
+}
+
+async fn read<T>(reading: &mut Option<BoxFuture<'static, T>>) -> T {
+    let observed = match reading {
+        Some(observed) => observed.await,
+        None => pending().await,
+    };
+    *reading = None;
+    observed
+}
+
+async fn sleep_until(wake: Option<Instant>) {
+    match wake {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => pending().await,
+    }
+}
+
+impl<O: Operations + 'static> Loop<O> {
+    fn new(
+        operations: O,
+        options: Options,
+        clock: Clock,
+        desired: Arc<Snapshot<O::Key, O::Value>>,
+        published: Arc<Table<String, TargetStatus>>,
+    ) -> Self {
+        Self {
+            operations: Arc::new(operations),
+            retries: Retries::new(options.backoff),
+            options,
+            clock,
+            desired,
+            realised: BTreeMap::new(),
+            known: false,
+            queue: Queue { awaited: VecDeque::new(), updates: VecDeque::new(), deletions: VecDeque::new() },
+            running: FuturesUnordered::new(),
+            busy: BTreeMap::new(),
+            retried_until: None,
+            tried: BTreeMap::new(),
+            second_chance: BTreeSet::new(),
+            waiters: BTreeMap::new(),
+            reading: None,
+            touched: BTreeSet::new(),
+            pass_at: Instant::now(),
+            pass_failures: 0,
+            failing: BTreeMap::new(),
+            unreadable: None,
+            status: TargetStatus::default(),
+            failing_changed: false,
+            published,
+            published_at: None,
+        }
+    }
+
+    /// Nothing more is begun, and nobody is left waiting.
+    fn end(&mut self) {
+        self.queue = Queue { awaited: VecDeque::new(), updates: VecDeque::new(), deletions: VecDeque::new() };
+        self.reading = None;
+        self.waiters.clear();
+    }
+
+    fn is_idle(&self) -> bool {
+        self.running.is_empty()
+            && self.queue.awaited.is_empty()
+            && self.queue.updates.is_empty()
+            && self.queue.deletions.is_empty()
+    }
+
+    // === Full passes ===
+
+    /// Whether a change that the target reports would bring a full pass forward.
+    fn watches(&self) -> bool {
+        self.desired.synced && self.pass_at > Instant::now()
+    }
+
+    fn begin_pass(&mut self) {
+        let now = Instant::now();
+        let due = self.pass_at <= now && (self.is_idle() || self.pass_at + PASS_PATIENCE <= now);
+        if !due || !self.desired.synced || self.reading.is_some() {
+            return;
+        }
+        self.pass_at = now + self.options.full_pass;
+        self.touched = self.busy.keys().cloned().collect();
+        let operations = Arc::clone(&self.operations);
+        self.reading = Some(Box::pin(async move { operations.observe().await }));
+    }
+
+    /// Compares with what the target holds.
+    fn compare(&mut self, observed: Observed<O>) {
+        let touched = std::mem::take(&mut self.touched);
+        let mut observed = match observed {
+            Ok(observed) => observed,
+            Err(error) => return self.pass_failed(&error),
+        };
+        for key in touched {
+            match self.realised.get(&key) {
+                Some(value) => observed.insert(key, value.clone()),
+                None => observed.remove(&key),
             };
-            match outcome {
-                Ok(()) => {
-                    match wanted {
-                        Some(value) => self.realised.insert(key.clone(), value),
-                        None => {
-                            self.realised.remove(&key);
-                        }
-                    }
-                    self.settled(&key);
-                }
-                Err(error) => {
-                    // What the target holds is unknown now: not the new value, perhaps not the old one either.
-                    if wanted.is_some() {
-                        self.realised.remove(&key);
-                    }
-                    self.failed(&key, wanted, &error);
-                }
-            }
         }
-        self.share(desired);
-        // What failed and is as desired by now was put right by somebody else, or is no longer asked for.
-        let settled: Vec<O::Key> = self
-            .tried
-            .keys()
-            .filter(|key| desired.get(key).is_some_and(|value| self.realised.get(key) == Some(value)))
-            .cloned()
-            .collect();
-        for key in settled {
-            self.settled(&key);
+        if !self.options.prune {
+            observed.retain(|key, _| self.desired.rows.contains_key(key) || self.realised.contains_key(key));
+        }
+        self.realised = observed;
+        self.known = true;
+        self.pass_failures = 0;
+        self.failing_changed |= self.unreadable.take().is_some();
+        // A permanent error gets its next chance here.
+        self.second_chance = self.retries.permanent().cloned().collect();
+        self.plan();
+    }
+
+    fn pass_failed(&mut self, error: &O::Error) {
+        tracing::warn!(target = self.options.name, error = %error, "target cannot be read");
+        self.pass_failures = self.pass_failures.saturating_add(1);
+        let least = match error.class() {
+            ErrorClass::Transient => Duration::ZERO,
+            ErrorClass::Throttled { retry_after } => retry_after.unwrap_or(Duration::ZERO),
+            ErrorClass::Permanent => self.options.full_pass,
+        };
+        let delay = least.max(self.options.backoff.delay(self.pass_failures, self.clock.jitter()));
+        self.pass_at = self.pass_at.min(Instant::now() + delay);
+        self.unreadable =
+            Some(RowStatus { error: error.to_string(), attempts: self.pass_failures, next_try: self.after(delay) });
+        self.failing_changed = true;
+    }
+
+    /// The first full pass is over when everything it found has been tried.
+    fn finish_pass(&mut self) {
+        if self.known && self.is_idle() {
+            self.second_chance.clear();
+            self.status.complete = true;
         }
     }
 
-    /// Makes the rows that are as desired the same ones as in the table.
-    fn share(&mut self, desired: &Rows<O::Key, O::Value>) {
-        let differing: Vec<_> =
-            desired.changes_from(&self.realised).map(|change| (change.key.clone(), change.before.cloned())).collect();
-        self.realised = desired.clone();
-        for (key, held) in differing {
-            match held {
-                Some(value) => self.realised.insert(key, value),
-                None => {
-                    self.realised.remove(&key);
-                }
-            }
+    // === What to do ===
+
+    /// Takes over the table. The rows that changed are the next to be applied.
+    fn follow(&mut self, snapshot: Arc<Snapshot<O::Key, O::Value>>) {
+        let before = std::mem::replace(&mut self.desired, snapshot);
+        let changes = self.desired.rows.changes_from(&before.rows);
+        let changed: Vec<O::Key> = changes.map(|change| change.key.clone()).collect();
+        for key in &changed {
+            self.supersede(key);
+        }
+        if !self.known {
+            return;
+        }
+        let (updates, deletions): (Vec<_>, Vec<_>) =
+            changed.into_iter().partition(|key| self.desired.rows.contains_key(key));
+        for key in updates.into_iter().rev() {
+            self.settle_if_as_desired(&key);
+            self.queue.updates.push_front(key);
+        }
+        self.queue.deletions.extend(deletions);
+    }
+
+    /// Queues everything that differs: updates first, then the surplus, each by key.
+    fn plan(&mut self) {
+        let desired = &self.desired.rows;
+        let updates = desired.iter().filter(|(key, value)| self.realised.get(*key) != Some(*value));
+        self.queue.updates = updates.map(|(key, _)| key.clone()).collect();
+        let surplus = self.realised.keys().filter(|key| !desired.contains_key(*key));
+        // A deletion that failed is owed although the target may hold nothing any more.
+        let owed = self.tried.keys().filter(|key| !desired.contains_key(*key) && !self.realised.contains_key(*key));
+        self.queue.deletions = surplus.chain(owed).cloned().collect();
+        let tried: Vec<O::Key> = self.tried.keys().cloned().collect();
+        for key in tried {
+            self.settle_if_as_desired(&key);
         }
     }
 
-    fn due(&self, key: &O::Key, wanted: Option<&O::Value>, full: bool, now: Duration) -> bool {
+    /// What failed and is as desired by now was put right by another hand, or is desired otherwise by now.
+    fn settle_if_as_desired(&mut self, key: &O::Key) {
+        if self.is_as_desired(key) {
+            self.settled(key);
+        }
+    }
+
+    /// Answers those who wait for a value that the table no longer holds.
+    fn supersede(&mut self, key: &O::Key) {
+        let Some(waiters) = self.waiters.get_mut(key) else { return };
+        let wanted = self.desired.rows.get(key);
+        for waiter in waiters.extract_if(.., |waiter| waiter.wanted.as_ref() != wanted) {
+            let _ = waiter.reply.send(Err(NotRealised::Superseded { target: self.options.name }));
+        }
+        if waiters.is_empty() {
+            self.waiters.remove(key);
+        }
+    }
+
+    /// The target is known to hold the row that is desired. Says nothing about a row that is not desired and whose deletion
+    /// has failed.
+    fn is_as_desired(&self, key: &O::Key) -> bool {
+        self.desired.rows.get(key).is_some_and(|value| self.realised.get(key) == Some(value))
+    }
+
+    fn needs_operation(&self, key: &O::Key) -> bool {
+        let wanted = self.desired.rows.get(key);
+        self.realised.get(key) != wanted || (wanted.is_none() && self.tried.contains_key(key))
+    }
+
+    fn is_due(&self, key: &O::Key, now: Duration) -> bool {
         match self.retries.state(key) {
             None => true,
             Some((_, Retry::At(at))) => at <= now,
-            Some((_, Retry::FullPass)) => full || self.tried.get(key).is_some_and(|tried| tried.as_ref() != wanted),
+            Some((_, Retry::FullPass)) => {
+                self.second_chance.contains(key)
+                    || self.tried.get(key).is_some_and(|tried| tried.as_ref() != self.desired.rows.get(key))
+            }
+        }
+    }
+
+    fn queue_retries(&mut self) {
+        if !self.known {
+            return;
+        }
+        let now = self.clock.monotonic();
+        for key in self.retries.due(self.retried_until, now) {
+            if self.desired.rows.contains_key(key) {
+                self.queue.updates.push_back(key.clone());
+            } else {
+                self.queue.deletions.push_back(key.clone());
+            }
+        }
+        self.retried_until = Some(now);
+    }
+
+    /// A caller waits for a row.
+    fn asked(&mut self, request: Request<O::Key, O::Value>, desired: &mut Reader<O::Key, O::Value>) {
+        let snapshot = desired.snapshot();
+        if snapshot.revision != self.desired.revision {
+            self.follow(snapshot);
+        }
+        let Request { key, wanted, reply } = request;
+        let answer = if self.desired.rows.get(&key) != wanted.as_ref() {
+            Err(NotRealised::Superseded { target: self.options.name })
+        } else if self.known && !self.busy.contains_key(&key) && !self.needs_operation(&key) {
+            Ok(())
+        } else {
+            self.queue.awaited.push_back(key.clone());
+            let waiters = self.waiters.entry(key).or_default();
+            // Of a row whose operation hangs, callers come and go.
+            waiters.retain(|waiter| !waiter.reply.is_closed());
+            waiters.push(Waiter { wanted, reply });
+            return;
+        };
+        // A caller that went away gets no answer.
+        let _ = reply.send(answer);
+    }
+
+    // === Doing it ===
+
+    fn begin_operations(&mut self) {
+        while self.running.len() < self.options.concurrency.get() {
+            let Some(key) = self.next_key() else { return };
+            let wanted = self.desired.rows.get(&key).cloned();
+            self.busy.insert(key.clone(), wanted.is_some());
+            self.second_chance.remove(&key);
+            if self.reading.is_some() {
+                self.touched.insert(key.clone());
+            }
+            let operations = Arc::clone(&self.operations);
+            self.running.push(Box::pin(async move {
+                let outcome = match &wanted {
+                    Some(value) => operations.update(&key, value).await,
+                    None => operations.delete(&key).await,
+                };
+                Done { key, wanted, outcome }
+            }));
+        }
+    }
+
+    /// The next key that needs an operation and has none under way.
+    fn next_key(&mut self) -> Option<O::Key> {
+        while let Some(key) = self.queue.awaited.pop_front() {
+            // A key that is busy is looked at again when its operation ends.
+            if self.busy.contains_key(&key) || !self.waiters.contains_key(&key) {
+                continue;
+            }
+            if !self.known || self.needs_operation(&key) {
+                return Some(key);
+            }
+            // A full pass has found it as desired meanwhile.
+            for waiter in self.waiters.remove(&key).unwrap_or_default() {
+                let _ = waiter.reply.send(Ok(()));
+            }
+        }
+        let now = self.clock.monotonic();
+        while let Some(key) = self.queue.updates.pop_front() {
+            if !self.desired.rows.contains_key(&key) {
+                self.queue.deletions.push_back(key);
+            } else if self.may_begin(&key, now) {
+                return Some(key);
+            }
+        }
+        if self.busy.values().any(|is_update| *is_update) {
+            return None;
+        }
+        while let Some(key) = self.queue.deletions.pop_front() {
+            if self.may_begin(&key, now) {
+                return Some(key);
+            }
+        }
+        None
+    }
+
+    /// A key that is busy is looked at again when its operation ends.
+    fn may_begin(&self, key: &O::Key, now: Duration) -> bool {
+        !self.busy.contains_key(key) && self.needs_operation(key) && self.is_due(key, now)
+    }
+
+    fn done(&mut self, done: Done<O>) {
+        let Done { key, wanted, outcome } = done;
+        self.busy.remove(&key);
+        let answer = match outcome {
+            Ok(()) => {
+                match &wanted {
+                    Some(value) => self.realised.insert(key.clone(), value.clone()),
+                    None => self.realised.remove(&key),
+                };
+                self.settled(&key);
+                Ok(())
+            }
+            Err(error) => {
+                // What the target holds is unknown now: not the new value, perhaps not the old one either.
+                if wanted.is_some() {
+                    self.realised.remove(&key);
+                }
+                let answer = Err(NotRealised::Failed(error.to_string()));
+                self.failed(&key, wanted.clone(), &error);
+                answer
+            }
+        };
+        if let Some(waiters) = self.waiters.get_mut(&key) {
+            for waiter in waiters.extract_if(.., |waiter| waiter.wanted == wanted) {
+                let _ = waiter.reply.send(answer.clone());
+            }
+            if waiters.is_empty() {
+                self.waiters.remove(&key);
+            } else {
+                self.queue.awaited.push_front(key.clone());
+            }
+        }
+        // The row may have changed while the operation was under way.
+        if self.known && self.may_begin(&key, self.clock.monotonic()) {
+            if self.desired.rows.contains_key(&key) {
+                self.queue.updates.push_front(key);
+            } else {
+                self.queue.deletions.push_back(key);
+            }
         }
     }
 
     fn settled(&mut self, key: &O::Key) {
         if self.tried.remove(key).is_some() {
             self.retries.reset(key);
-            self.status.failing.remove(&format!("{key:?}"));
+            self.failing_changed |= self.failing.remove(key).is_some();
         }
     }
 
@@ -238,7 +497,7 @@ impl<O: Operations> Loop<O> {
         self.tried.insert(key.clone(), tried);
         let attempts = self.retries.state(key).map_or(1, |(attempts, _)| attempts);
         let next_try = match retry {
-            Retry::At(at) => self.clock.now().checked_add(at.saturating_sub(now)).ok(),
+            Retry::At(at) => self.after(at.saturating_sub(now)),
             Retry::FullPass => None,
         };
         tracing::warn!(
@@ -249,252 +508,47 @@ impl<O: Operations> Loop<O> {
             next_try = next_try.map(tracing::field::display),
             "not applied"
         );
-        self.status.failing.insert(format!("{key:?}"), RowStatus { error: error.to_string(), attempts, next_try });
+        self.failing.insert(key.clone(), RowStatus { error: error.to_string(), attempts, next_try });
+        self.failing_changed = true;
     }
 
-    fn delay(&self, attempts: u32) -> Duration {
-        self.options.backoff.delay(attempts, self.clock.jitter())
+    fn after(&self, delay: Duration) -> Option<jiff::Timestamp> {
+        self.clock.now().checked_add(delay).ok()
     }
 
-    fn publish(&mut self) {
-        self.status.done = self.realised.len();
-        let status = self.status.clone();
-        let name = self.options.name.to_owned();
-        self.published.modify(|rows| {
-            rows.insert(name, status);
+    // === Reporting ===
+
+    /// When to look again without being woken.
+    fn wake(&self) -> Option<Instant> {
+        let retry = self.known.then(|| self.retries.next(self.retried_until)).flatten();
+        let pass = (self.desired.synced && self.reading.is_none()).then(|| {
+            // One that is due waits for the operations under way, each of which wakes the loop.
+            if self.pass_at <= Instant::now() { self.pass_at + PASS_PATIENCE } else { self.pass_at }
         });
+        [retry.map(|at| self.clock.instant(at)), pass].into_iter().flatten().min()
     }
-}
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::sync::Mutex;
-
-    #[derive(Debug, Clone, thiserror::Error)]
-    #[error("target says {0:?}")]
-    struct Refused(ErrorClass);
-
-    impl Classify for Refused {
-        fn class(&self) -> ErrorClass {
-            self.0
+    /// Publishes what has changed; answers when the rest is due.
+    fn publish(&mut self) -> Option<Instant> {
+        let done = self.realised.len();
+        if let Some(at) = self.published_at
+            && self.failing.len() > FEW_FAILING
+            && at + STATUS_EVERY > Instant::now()
+        {
+            return Some(at + STATUS_EVERY);
         }
-    }
-
-    #[derive(Debug, Default)]
-    struct State {
-        held: BTreeMap<u32, String>,
-        /// Every call, in order.
-        calls: Vec<String>,
-        /// Answers of the next calls on a key.
-        refuse: BTreeMap<u32, Vec<ErrorClass>>,
-        /// Answers of the next readings.
-        refuse_reading: Vec<ErrorClass>,
-    }
-
-    #[derive(Clone, Default)]
-    struct Memory(Arc<Mutex<State>>, Arc<tokio::sync::Notify>);
-
-    impl Memory {
-        fn state(&self) -> std::sync::MutexGuard<'_, State> {
-            self.0.lock().unwrap()
+        if self.failing_changed {
+            let unreadable = self.unreadable.iter().map(|row| (String::new(), row.clone()));
+            let failing = self.failing.iter().map(|(key, row)| (format!("{key:?}"), row.clone()));
+            self.status.failing = Arc::new(unreadable.chain(failing).collect());
         }
-
-        fn call(&self, call: String, key: u32) -> Result<(), Refused> {
-            let mut state = self.state();
-            state.calls.push(call);
-            match state.refuse.get_mut(&key).and_then(Vec::pop) {
-                Some(class) => Err(Refused(class)),
-                None => Ok(()),
-            }
-        }
-    }
-
-    impl Operations for Memory {
-        type Key = u32;
-        type Value = String;
-        type Error = Refused;
-
-        async fn update(&mut self, key: &u32, value: &String) -> Result<(), Refused> {
-            self.call(format!("set {key}={value}"), *key)?;
-            self.state().held.insert(*key, value.clone());
-            Ok(())
-        }
-
-        async fn delete(&mut self, key: &u32) -> Result<(), Refused> {
-            self.call(format!("del {key}"), *key)?;
-            self.state().held.remove(key);
-            Ok(())
-        }
-
-        async fn observe(&mut self) -> Result<BTreeMap<u32, String>, Refused> {
-            let mut state = self.state();
-            match state.refuse_reading.pop() {
-                Some(class) => Err(Refused(class)),
-                None => Ok(state.held.clone()),
-            }
-        }
-
-        async fn changed(&mut self) {
-            self.1.notified().await;
-        }
-    }
-
-    struct Rig {
-        target: Memory,
-        table: Table<u32, String>,
-        status: Arc<Table<String, TargetStatus>>,
-        cancel: CancellationToken,
-    }
-
-    impl Rig {
-        fn start(target: Memory) -> Self {
-            let (table, status) = (Table::new("desired"), Arc::new(Table::new("targets")));
-            let options = Options {
-                name: "memory",
-                full_pass: Duration::from_secs(300),
-                backoff: Backoff { base: Duration::from_secs(1), max: Duration::from_secs(30) },
-                prune: true,
-            };
-            let cancel = CancellationToken::new();
-            tokio::spawn(run(
-                target.clone(),
-                options,
-                table.reader(),
-                Arc::clone(&status),
-                Clock::system(),
-                cancel.clone(),
-            ));
-            Self { target, table, status, cancel }
-        }
-
-        fn publish(&self, rows: &[(u32, &str)]) {
-            self.table.publish(rows.iter().map(|(key, value)| (*key, (*value).to_owned())).collect());
-        }
-
-        fn calls(&self) -> Vec<String> {
-            std::mem::take(&mut self.target.state().calls)
-        }
-
-        fn status(&self) -> TargetStatus {
-            self.status.snapshot().rows["memory"].clone()
-        }
-    }
-
-    async fn seconds(seconds: u64) {
-        tokio::time::sleep(Duration::from_secs(seconds)).await;
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn nothing_is_touched_before_the_table_has_synced() {
-        let target = Memory::default();
-        target.state().held.insert(7, "old".into());
-        let rig = Rig::start(target);
-        seconds(1000).await;
-        assert!(rig.calls().is_empty());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn the_first_pass_adds_before_it_deletes_and_leaves_what_is_right() {
-        let target = Memory::default();
-        target.state().held = BTreeMap::from([(1, "a".into()), (2, "old".into()), (3, "surplus".into())]);
-        let rig = Rig::start(target);
-        rig.publish(&[(1, "a"), (2, "b"), (9, "new")]);
-        seconds(1).await;
-        assert_eq!(rig.calls(), ["set 2=b", "set 9=new", "del 3"]);
-        rig.publish(&[(1, "a"), (9, "newer")]);
-        seconds(1).await;
-        assert_eq!(rig.calls(), ["set 9=newer", "del 2"]);
-        assert_eq!(rig.status(), TargetStatus { complete: true, done: 2, failing: BTreeMap::new() });
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_transient_error_is_tried_again_by_itself_and_others_are_not_held_up() {
-        let rig = Rig::start(Memory::default());
-        rig.target.state().refuse.insert(1, vec![ErrorClass::Transient; 3]);
-        rig.publish(&[(1, "a"), (2, "b")]);
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        assert_eq!(rig.calls(), ["set 1=a", "set 2=b"]);
-        assert_eq!(rig.status().failing["1"].attempts, 1);
-        assert!(rig.status().failing["1"].next_try.is_some());
-        seconds(60).await;
-        assert_eq!(rig.calls(), ["set 1=a"; 3]);
-        assert!(rig.status().failing.is_empty());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_permanent_error_waits_for_the_full_pass_or_for_another_value() {
-        let rig = Rig::start(Memory::default());
-        rig.target.state().refuse.insert(1, vec![ErrorClass::Permanent; 2]);
-        rig.publish(&[(1, "a")]);
-        seconds(200).await;
-        assert_eq!(rig.calls(), ["set 1=a"]);
-        assert_eq!(rig.status().failing["1"].next_try, None);
-        // Something else changes: still not tried. Another value: tried at once.
-        rig.publish(&[(1, "a"), (2, "b")]);
-        seconds(1).await;
-        assert_eq!(rig.calls(), ["set 2=b"]);
-        rig.publish(&[(1, "other"), (2, "b")]);
-        seconds(1).await;
-        assert_eq!(rig.calls(), ["set 1=other"]);
-        seconds(300).await;
-        assert_eq!(rig.calls(), ["set 1=other"]);
-        assert!(rig.status().failing.is_empty());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn throttling_is_obeyed() {
-        let rig = Rig::start(Memory::default());
-        let told = ErrorClass::Throttled { retry_after: Some(Duration::from_secs(17)) };
-        rig.target.state().refuse.insert(1, vec![told]);
-        rig.publish(&[(1, "a")]);
-        seconds(16).await;
-        assert_eq!(rig.calls(), ["set 1=a"]);
-        seconds(2).await;
-        assert_eq!(rig.calls(), ["set 1=a"]);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn what_somebody_else_changes_is_put_right_when_the_target_tells_or_at_the_full_pass() {
-        let rig = Rig::start(Memory::default());
-        rig.publish(&[(1, "a")]);
-        seconds(1).await;
-        rig.calls();
-        rig.target.state().held.clear();
-        rig.target.1.notify_one();
-        seconds(1).await;
-        assert_eq!(rig.calls(), ["set 1=a"]);
-        rig.target.state().held.insert(5, "foreign".into());
-        seconds(301).await;
-        assert_eq!(rig.calls(), ["del 5"]);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_target_that_cannot_be_read_is_tried_again_and_nothing_is_written_blindly() {
-        let rig = Rig::start(Memory::default());
-        rig.target.state().refuse_reading = vec![ErrorClass::Transient; 2];
-        rig.publish(&[(1, "a")]);
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        assert!(rig.calls().is_empty());
-        assert!(!rig.status().complete && rig.status().failing.contains_key(""));
-        seconds(60).await;
-        assert_eq!(rig.calls(), ["set 1=a"]);
-        assert!(rig.status().complete && rig.status().failing.is_empty());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_failed_deletion_is_tried_again_unless_the_row_is_wanted_again() {
-        let rig = Rig::start(Memory::default());
-        rig.publish(&[(1, "a"), (2, "b")]);
-        seconds(1).await;
-        rig.calls();
-        rig.target.state().refuse.insert(1, vec![ErrorClass::Transient]);
-        rig.publish(&[(2, "b")]);
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        assert_eq!(rig.calls(), ["del 1"]);
-        seconds(2).await;
-        assert_eq!(rig.calls(), ["del 1"]);
-        assert_eq!(rig.target.state().held.len(), 1);
-        rig.cancel.cancel();
+        self.status.done = done;
+        self.failing_changed = false;
+        self.published_at = Some(Instant::now());
+        let (name, status) = (self.options.name.to_owned(), &self.status);
+        self.published.modify(|rows| {
+            rows.insert(name, status.clone());
+        });
+        None
     }
 }

@@ -10,9 +10,11 @@ mod map;
 pub mod notices;
 pub mod rows;
 mod waits;
+mod watched;
 
 pub use map::{Change, Changes, Iter, Rows};
 pub use waits::Waits;
+pub use watched::Watched;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

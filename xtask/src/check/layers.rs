@@ -16,10 +16,10 @@ struct Layer {
     may_name: &'static [&'static str],
 }
 
-/// Everybody may tell the time, count, log and tell the version.
-const EVERYBODY_MAY_NAME: [&str; 2] = ["clock", "telemetry"];
+/// Every module may read the time, hand over blocking work, count and log.
+const EVERYBODY_MAY_NAME: [&str; 3] = ["blocking", "clock", "telemetry"];
 
-const LAYERS: [Layer; 19] = [
+const LAYERS: [Layer; 20] = [
     Layer { name: "main", may_name: &["app"] },
     // Starts in about a millisecond, so it goes around `app` and its runtime.
     Layer { name: "bin", may_name: &["cni"] },
@@ -46,6 +46,7 @@ const LAYERS: [Layer; 19] = [
     Layer { name: "reconciler", may_name: &["tables"] },
     Layer { name: "leases", may_name: &["tables"] },
     Layer { name: "tables", may_name: &[] },
+    Layer { name: "blocking", may_name: &[] },
     Layer { name: "clock", may_name: &[] },
     Layer { name: "telemetry", may_name: &[] },
     Layer { name: "api", may_name: &["reconciler", "tables"] },

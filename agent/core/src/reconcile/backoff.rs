@@ -3,7 +3,8 @@
 //! `now` is the time since some fixed moment on a monotonic clock; `draw` is a fresh random number.
 
 use super::ErrorClass;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 use std::time::Duration;
 
 /// How delays grow.
@@ -53,13 +54,15 @@ pub enum Retry {
 pub struct Retries<K> {
     backoff: Backoff,
     failed: BTreeMap<K, (u32, Retry)>,
+    /// The same keys by the moment of their next try.
+    moments: BTreeMap<Duration, BTreeSet<K>>,
 }
 
 impl<K: Ord + Clone> Retries<K> {
     /// Nothing has failed.
     #[must_use]
     pub fn new(backoff: Backoff) -> Self {
-        Self { backoff, failed: BTreeMap::new() }
+        Self { backoff, failed: BTreeMap::new(), moments: BTreeMap::new() }
     }
 
     /// Notes a failure and answers when the key is tried again. A permanent error is never tried fast; a throttled one
@@ -69,7 +72,7 @@ impl<K: Ord + Clone> Retries<K> {
         let delay = self.backoff.delay(failures, draw);
         let retry = match class {
             ErrorClass::Transient | ErrorClass::Throttled { retry_after: None } => Retry::At(now.saturating_add(delay)),
-            // On top of what was asked for, some spread: others were told the same moment.
+            // On top of what was asked for, some spread: other clients were throttled until the same moment.
             ErrorClass::Throttled { retry_after: Some(silence) } => Retry::At(
                 now.saturating_add(silence)
                     .saturating_add(spread(self.backoff.base, draw))
@@ -77,47 +80,49 @@ impl<K: Ord + Clone> Retries<K> {
             ),
             ErrorClass::Permanent => Retry::FullPass,
         };
+        self.reset(&key);
+        if let Retry::At(at) = retry {
+            self.moments.entry(at).or_default().insert(key.clone());
+        }
         self.failed.insert(key, (failures, retry));
         retry
     }
 
     /// Forgets the failures of a key: it succeeded, or its row changed so that another try is due at once.
     pub fn reset(&mut self, key: &K) {
-        self.failed.remove(key);
+        let Some((_, Retry::At(at))) = self.failed.remove(key) else { return };
+        if let Some(keys) = self.moments.get_mut(&at) {
+            keys.remove(key);
+            if keys.is_empty() {
+                self.moments.remove(&at);
+            }
+        }
     }
 
-    /// Keys whose moment has come, by key.
-    #[must_use]
-    pub fn due(&self, now: Duration) -> Vec<K> {
-        self.failed
-            .iter()
-            .filter(|(_, (_, retry))| matches!(retry, Retry::At(at) if *at <= now))
-            .map(|(key, _)| key.clone())
-            .collect()
+    /// Keys that became due after `since`, up to and including `now`; in the order of their moments.
+    pub fn due(&self, since: Option<Duration>, now: Duration) -> impl Iterator<Item = &K> {
+        let from = since.map_or(Bound::Unbounded, Bound::Excluded);
+        // A range that ends before it begins is empty, and not a panic.
+        let until = Bound::Included(since.map_or(now, |since| since.max(now)));
+        self.moments.range((from, until)).flat_map(|(_, keys)| keys)
     }
 
-    /// Whether the key must not be tried yet, full pass or not: only a throttled or backed-off one before its moment.
+    /// The first moment after `since` at which a key is due.
     #[must_use]
-    pub fn waiting(&self, key: &K, now: Duration) -> bool {
-        matches!(self.failed.get(key), Some((_, Retry::At(at))) if *at > now)
-    }
-
-    /// The next moment at which a key is due.
-    #[must_use]
-    pub fn next(&self) -> Option<Duration> {
-        self.failed
-            .values()
-            .filter_map(|(_, retry)| match retry {
-                Retry::At(at) => Some(*at),
-                Retry::FullPass => None,
-            })
-            .min()
+    pub fn next(&self, since: Option<Duration>) -> Option<Duration> {
+        let from = since.map_or(Bound::Unbounded, Bound::Excluded);
+        self.moments.range((from, Bound::Unbounded)).next().map(|(at, _)| *at)
     }
 
     /// How often in a row the key failed, and when it is tried again.
     #[must_use]
     pub fn state(&self, key: &K) -> Option<(u32, Retry)> {
         self.failed.get(key).copied()
+    }
+
+    /// The keys that are tried again at the next full pass only.
+    pub fn permanent(&self) -> impl Iterator<Item = &K> {
+        self.failed.iter().filter(|(_, (_, retry))| *retry == Retry::FullPass).map(|(key, _)| key)
     }
 
     /// How many keys have failed and not succeeded since.
@@ -159,12 +164,17 @@ mod tests {
         assert_eq!(retries.failed("a", ErrorClass::Transient, seconds(10), u64::MAX), Retry::At(seconds(11)));
         assert_eq!(retries.failed("a", ErrorClass::Transient, seconds(11), u64::MAX), Retry::At(seconds(13)));
         assert_eq!(retries.failed("b", ErrorClass::Transient, seconds(11), u64::MAX), Retry::At(seconds(12)));
-        assert_eq!(retries.next(), Some(seconds(12)));
-        assert_eq!(retries.due(seconds(12)), ["b"]);
-        assert!(retries.waiting(&"a", seconds(12)));
-        assert_eq!(retries.due(seconds(13)), ["a", "b"]);
-        assert!(!retries.waiting(&"a", seconds(13)));
+        let due = |since: Option<u64>, now| retries.due(since.map(seconds), seconds(now)).copied().collect::<Vec<_>>();
+        assert_eq!(retries.next(None), Some(seconds(12)));
+        assert_eq!(due(None, 12), ["b"]);
+        assert_eq!(due(None, 13), ["b", "a"]);
+        // What was due at the last look is not named again.
+        assert_eq!(retries.next(Some(seconds(12))), Some(seconds(13)));
+        assert_eq!(due(Some(12), 13), ["a"]);
+        assert_eq!((due(Some(13), 13), due(Some(14), 13)), (vec![], vec![]));
+        assert_eq!(retries.next(Some(seconds(13))), None);
         retries.reset(&"a");
+        assert_eq!(retries.due(None, seconds(13)).collect::<Vec<_>>(), [&"b"]);
         assert_eq!(retries.state(&"a"), None);
         assert_eq!(retries.failed("a", ErrorClass::Transient, seconds(20), u64::MAX), Retry::At(seconds(21)));
     }
@@ -173,9 +183,9 @@ mod tests {
     fn a_permanent_error_is_never_due_and_does_not_wait_at_a_full_pass() {
         let mut retries = Retries::new(BACKOFF);
         assert_eq!(retries.failed("a", ErrorClass::Permanent, seconds(1), 7), Retry::FullPass);
-        assert_eq!(retries.next(), None);
-        assert!(retries.due(seconds(1_000_000)).is_empty());
-        assert!(!retries.waiting(&"a", seconds(1)));
+        assert_eq!(retries.next(None), None);
+        assert_eq!(retries.due(None, seconds(1_000_000)).count(), 0);
+        assert_eq!(retries.permanent().collect::<Vec<_>>(), [&"a"]);
         assert_eq!(retries.len(), 1);
     }
 

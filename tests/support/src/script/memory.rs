@@ -14,9 +14,10 @@ use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cistern::app::targets::{DatapathTargets, Targets, target};
+use cistern::app::targets::{DatapathTargets, Targets, blocking_target};
+use cistern::blocking::Blocking;
 use cistern::leases::{EndpointMap, Host, LeaseStore};
-use cistern::reconciler::Operations;
+use cistern::reconciler::BlockingOperations;
 use cistern::tables::rows::{LinkRow, NetworkRow, RouteRow, RouteTarget};
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{Attachment, Change, Record, RecordKey};
@@ -82,7 +83,7 @@ struct MemoryTarget<K, V> {
     gate: Gate,
 }
 
-impl<K, V> Operations for MemoryTarget<K, V>
+impl<K, V> BlockingOperations for MemoryTarget<K, V>
 where
     K: Ord + Clone + Debug + Send + Sync + 'static,
     V: Clone + PartialEq + Debug + Send + Sync + 'static,
@@ -91,19 +92,19 @@ where
     type Value = V;
     type Error = MemoryError;
 
-    async fn update(&mut self, key: &K, value: &V) -> Result<(), MemoryError> {
+    fn update(&mut self, key: &K, value: &V) -> Result<(), MemoryError> {
         self.gate.pass(self.name)?;
         lock(&self.rows).insert(key.clone(), value.clone());
         Ok(())
     }
 
-    async fn delete(&mut self, key: &K) -> Result<(), MemoryError> {
+    fn delete(&mut self, key: &K) -> Result<(), MemoryError> {
         self.gate.pass(self.name)?;
         lock(&self.rows).remove(key);
         Ok(())
     }
 
-    async fn observe(&mut self) -> Result<BTreeMap<K, V>, MemoryError> {
+    fn observe(&mut self) -> Result<BTreeMap<K, V>, MemoryError> {
         self.gate.pass(self.name)?;
         Ok(lock(&self.rows).clone())
     }
@@ -258,6 +259,8 @@ impl Machine {
         let alive = Arc::new(AtomicBool::new(true));
         let gate = Gate { alive: Arc::clone(&alive), faults: Arc::clone(&self.faults) };
         let network = self.network();
+        // The machine is as deterministic as the clock: no threads.
+        let port = Blocking::inline();
         let targets = Targets {
             network: Box::new(move |table, cancel| {
                 Box::pin(async move {
@@ -266,15 +269,15 @@ impl Machine {
                     Ok(())
                 })
             }),
-            routes: target(memory("routes", &self.routes, &gate)),
-            router: target(memory("router", &self.router, &gate)),
+            routes: blocking_target(memory("routes", &self.routes, &gate), &port),
+            router: blocking_target(memory("router", &self.router, &gate), &port),
             datapath: Some(DatapathTargets {
-                excluded: target(memory("excluded", &self.excluded, &gate)),
-                endpoints: target(memory("endpoints", &self.endpoints, &gate)),
+                excluded: blocking_target(memory("excluded", &self.excluded, &gate), &port),
+                endpoints: blocking_target(memory("endpoints", &self.endpoints, &gate), &port),
                 endpoint_map: Box::new(memory("endpoints", &self.endpoints, &gate)),
-                devices: target(memory("devices", &self.devices, &gate)),
-                settings: target(memory("settings", &self.settings, &gate)),
-                attachments: target(memory("attachments", &self.attachments, &gate)),
+                devices: blocking_target(memory("devices", &self.devices, &gate), &port),
+                settings: blocking_target(memory("settings", &self.settings, &gate), &port),
+                attachments: blocking_target(memory("attachments", &self.attachments, &gate), &port),
                 background: Box::new(|cancel| {
                     Box::pin(async move {
                         cancel.cancelled().await;

@@ -1,0 +1,96 @@
+//! Publish desired, await realised.
+
+use crate::tables::Reader;
+use std::fmt::{self, Debug};
+use std::future::Future;
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot};
+
+/// Why a row is not realised.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NotRealised {
+    /// A try has failed; others follow while the row is desired.
+    #[error("{0}")]
+    Failed(String),
+    /// Neither success nor failure within this time; the try goes on.
+    #[error("{target} were not updated within {} s", within.as_secs())]
+    Late {
+        /// Name of the target.
+        target: &'static str,
+        /// How long the caller waited.
+        within: Duration,
+    },
+    /// Another value was published for the row meanwhile.
+    #[error("{target}: another value was published for the row")]
+    Superseded {
+        /// Name of the target.
+        target: &'static str,
+    },
+    /// The reconciler has ended.
+    #[error("the agent is shutting down")]
+    Ended,
+}
+
+/// A caller that waits for a row.
+pub(super) struct Request<K, V> {
+    pub(super) key: K,
+    /// What the table held when the caller asked; none for no row.
+    pub(super) wanted: Option<V>,
+    pub(super) reply: oneshot::Sender<Result<(), NotRealised>>,
+}
+
+pub(super) type Requests<K, V> = mpsc::Receiver<Request<K, V>>;
+
+/// Callers above this number wait for their turn to ask.
+const QUEUE: usize = 256;
+
+/// Waits until rows of a table are realised in its target. Clones ask the same reconciler.
+pub struct Handle<K: Ord, V> {
+    target: &'static str,
+    desired: Reader<K, V>,
+    sender: mpsc::Sender<Request<K, V>>,
+}
+
+impl<K: Ord, V> Clone for Handle<K, V> {
+    fn clone(&self) -> Self {
+        Self { target: self.target, desired: self.desired.clone(), sender: self.sender.clone() }
+    }
+}
+
+impl<K: Ord, V> Debug for Handle<K, V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Handle").field("target", &self.target).finish_non_exhaustive()
+    }
+}
+
+pub(super) fn new<K: Ord, V>(target: &'static str, desired: Reader<K, V>) -> (Handle<K, V>, Requests<K, V>) {
+    let (sender, requests) = mpsc::channel(QUEUE);
+    (Handle { target, desired, sender }, requests)
+}
+
+impl<K, V> Handle<K, V>
+where
+    K: Ord + Send + Sync + 'static,
+    V: Clone + Send + Sync + 'static,
+{
+    /// Waits until the target holds what the table holds under `key` at the moment of this call, be it a value or no row.
+    ///
+    /// The owner of the table publishes, then calls this, and may go on publishing while the future waits. The row is tried
+    /// at once, before others and whatever its back-off says; also before the first full pass, and before the table has
+    /// synced.
+    ///
+    /// # Errors
+    /// The error of that try. While the row stays in the table it is tried again: who gives up takes it out.
+    pub fn realised(&self, key: K, within: Duration) -> impl Future<Output = Result<(), NotRealised>> + Send + 'static {
+        let wanted = self.desired.peek().rows.get(&key).cloned();
+        let (target, sender) = (self.target, self.sender.clone());
+        async move {
+            let (reply, answer) = oneshot::channel();
+            let ask = async {
+                sender.send(Request { key, wanted, reply }).await.map_err(|_| NotRealised::Ended)?;
+                answer.await.map_err(|_| NotRealised::Ended)?
+            };
+            tokio::time::timeout(within, ask).await.unwrap_or(Err(NotRealised::Late { target, within }))
+        }
+    }
+}
