@@ -1,10 +1,9 @@
 //! Cilium's keys that Cistern does not implement.
 //!
-//! A `cilium-config` as Cilium's chart writes it names well over a hundred keys, nearly all of them of parts that
-//! Cistern has not got. They must not keep it from starting, so each is told of once, in one line per part, and a key
-//! that switches its part off is not told of at all. The exception are values that promise something about where
-//! packets go, or under which protection: to go on without it would break or expose traffic, so they are refused with
-//! the way out named ([`REFUSED`]).
+//! The `cilium-config` of Cilium's chart has well over a hundred keys, most of them for features that Cistern does not
+//! have. They must not prevent the start, so they are logged once, one line per feature; a key that disables its
+//! feature is not logged. Values that change where packets go or how they are protected are rejected, because ignoring
+//! them would break or expose traffic. The error states the alternative ([`REFUSED`]).
 
 use super::layers::{Given, known_names};
 use super::{SettingsError, Warning};
@@ -14,11 +13,11 @@ use std::collections::BTreeMap;
 /// Names only, from the command references and charts of Cilium; comments start with `#`.
 const NAMES: &str = include_str!("cilium-keys.txt");
 
-/// Which values of a key leave traffic on the way that Cistern sends it.
+/// The values of a key that agree with what Cistern does.
 enum Accepted {
-    /// Those that switch it off, and none.
+    /// Only those that disable it.
     Off,
-    /// None, and these.
+    /// The empty value and these.
     Words(&'static [&'static str]),
 }
 
@@ -41,100 +40,100 @@ impl Accepted {
 
 use Accepted::{Off, Words};
 
-/// Keys with values that change where traffic goes, or who can read it: the accepted values, and the reason with the way
-/// out.
+/// Keys with values that change where traffic goes, or who can read it: the accepted values, the reason and the
+/// alternative.
 const REFUSED: &[(&str, Accepted, &str)] = &[
     (
         "routing-mode",
         Words(&["native"]),
-        "there are no tunnels: pod traffic leaves as it is; set it to `native`, with auto-direct-node-routes=true where all nodes share one network, or with routes in the network",
+        "tunnels are not implemented: pod traffic is routed natively; set it to `native`, with auto-direct-node-routes=true if all nodes share one L2 network, else with routes in the network",
     ),
     (
         "tunnel",
         Words(&["disabled"]),
-        "there are no tunnels: pod traffic leaves as it is; set it to `disabled`, with auto-direct-node-routes=true where all nodes share one network, or with routes in the network",
+        "tunnels are not implemented: pod traffic is routed natively; set it to `disabled`, with auto-direct-node-routes=true if all nodes share one L2 network, else with routes in the network",
     ),
-    ("cluster-pool-ipv6-cidr", Words(&[]), "IPv6 is not implemented: nodes would get no block of it"),
-    ("ipv4-range", Words(&["auto"]), "the node's block comes from its CiliumNode"),
+    ("cluster-pool-ipv6-cidr", Words(&[]), "IPv6 is not implemented: nodes would not be assigned a pod CIDR of it"),
+    ("ipv4-range", Words(&["auto"]), "the node's pod CIDR is read from its CiliumNode"),
     ("local-router-ipv6", Words(&[]), "IPv6 is not implemented"),
     (
         "kube-proxy-replacement",
         Words(&["false", "disabled", "partial", "probe"]),
-        "Services are left to kube-proxy: set it to `false` and run kube-proxy",
+        "Services are not implemented: set it to `false` and run kube-proxy",
     ),
     ("bpf-lb-only", Off, "Services are not load-balanced"),
-    ("enable-host-reachable-services", Off, "Services are left to kube-proxy"),
+    ("enable-host-reachable-services", Off, "Services are not implemented; run kube-proxy"),
     ("enable-wireguard", Off, "traffic between nodes would not be encrypted"),
     ("enable-ipsec", Off, "traffic between nodes would not be encrypted"),
     ("enable-ztunnel", Off, "traffic between pods would not be encrypted"),
     ("encrypt-node", Off, "traffic between nodes would not be encrypted"),
-    ("enable-encryption-strict-mode", Off, "traffic that has to be encrypted would leave in clear"),
-    ("enable-encryption-strict-mode-egress", Off, "traffic that has to be encrypted would leave in clear"),
-    ("enable-encryption-strict-mode-ingress", Off, "traffic that has to be encrypted would be taken in clear"),
-    ("mesh-auth-mutual-enabled", Off, "pods would talk without the authentication that policies ask for"),
+    ("enable-encryption-strict-mode", Off, "traffic that must be encrypted would be sent in clear text"),
+    ("enable-encryption-strict-mode-egress", Off, "traffic that must be encrypted would be sent in clear text"),
+    ("enable-encryption-strict-mode-ingress", Off, "traffic that must be encrypted would be accepted in clear text"),
+    ("mesh-auth-mutual-enabled", Off, "pods would connect without the authentication that policies require"),
     (
         "enable-policy",
         Words(&["default", "never"]),
-        "network policies are not implemented: traffic that no policy allows would pass",
+        "network policies are not implemented: all traffic would be allowed",
     ),
-    ("enable-host-firewall", Off, "network policies are not implemented: the host would be open"),
+    ("enable-host-firewall", Off, "network policies are not implemented: the host would be unprotected"),
     ("enable-xdp-prefilter", Off, "traffic that the filter drops would pass"),
     ("prefilter-device", Words(&["undefined"]), "traffic that the filter drops would pass"),
-    ("enable-egress-gateway", Off, "traffic of the selected pods would leave under another address"),
-    ("enable-ipv4-egress-gateway", Off, "traffic of the selected pods would leave under another address"),
+    ("enable-egress-gateway", Off, "traffic of the selected pods would leave with another source address"),
+    ("enable-ipv4-egress-gateway", Off, "traffic of the selected pods would leave with another source address"),
     (
         "enable-masquerade-to-route-source",
         Off,
-        "traffic would leave under another address; see derive-masq-ip-addr-from-device",
+        "traffic would leave with another source address; see derive-masq-ip-addr-from-device",
     ),
     (
         "egress-masquerade-interfaces",
         Words(&[]),
-        "it limits iptables rules, and there are none; name the devices in `devices`",
+        "it restricts iptables rules, which are not used; set `devices` instead",
     ),
-    ("enable-local-redirect-policy", Off, "traffic would not go to the node-local pods that the policies name"),
-    ("enable-vtep", Off, "the endpoints behind the tunnel would not be reached"),
+    ("enable-local-redirect-policy", Off, "traffic would not be redirected to node-local pods"),
+    ("enable-vtep", Off, "the endpoints behind the tunnel would be unreachable"),
     ("enable-nat46x64-gateway", Off, "traffic between IPv4 and IPv6 would not be translated"),
-    ("enable-ipip-termination", Off, "traffic in IPIP would not be unpacked"),
+    ("enable-ipip-termination", Off, "IPIP traffic would not be decapsulated"),
     ("enable-bgp-control-plane", Off, "routes would not be announced"),
     ("bgp-announce-lb-ip", Off, "routes would not be announced"),
     ("bgp-announce-pod-cidr", Off, "routes would not be announced"),
-    ("enable-l2-announcements", Off, "nobody would answer for the addresses of LoadBalancer Services"),
-    ("enable-l2-pod-announcements", Off, "nobody would answer for the addresses of pods"),
+    ("enable-l2-announcements", Off, "ARP requests for the addresses of LoadBalancer Services would not be answered"),
+    ("enable-l2-pod-announcements", Off, "ARP requests for the addresses of pods would not be answered"),
     ("enable-ingress-controller", Off, "Ingresses would not be served"),
     ("enable-gateway-api", Off, "Gateways would not be served"),
-    ("loadbalancer-l7", Off, "Services would not be balanced by request"),
+    ("loadbalancer-l7", Off, "Services would not be load-balanced per request"),
     ("enable-standalone-dns-proxy", Off, "policies on DNS names would not be enforced"),
     (
         "cni-chaining-mode",
         Words(&["none", "portmap"]),
-        "cistern-cni makes the pods' interfaces itself; hostPorts are served by `portmap` behind it",
+        "cistern-cni creates the pods' interfaces itself; `portmap`, chained behind it, implements hostPort",
     ),
-    ("cni-external-routing", Off, "cistern-cni and the agent make the pods' routes"),
-    ("enable-high-scale-ipcache", Off, "there are no tunnels"),
-    ("flannel-master-device", Words(&[]), "cistern-cni makes the pods' interfaces itself"),
-    ("ipvlan-master-device", Words(&["undefined"]), "cistern-cni makes the pods' interfaces itself"),
+    ("cni-external-routing", Off, "cistern-cni and the agent install the pods' routes"),
+    ("enable-high-scale-ipcache", Off, "tunnels are not implemented"),
+    ("flannel-master-device", Words(&[]), "cistern-cni creates the pods' interfaces itself"),
+    ("ipvlan-master-device", Words(&["undefined"]), "cistern-cni creates the pods' interfaces itself"),
 ];
 
-/// Keys whose lack has a consequence that a person should read, when they are not off.
+/// Keys whose absence has a consequence that administrators should know, unless they are off.
 const NOTED: &[(&str, &str)] = &[
-    ("enable-policy", "network policies are not implemented: what they forbid passes"),
+    ("enable-policy", "network policies are not implemented or enforced"),
     ("enable-lb-ipam", "LoadBalancer Services get no addresses"),
-    ("remove-cilium-node-taints", "a node with the taint node.cilium.io/agent-not-ready keeps it"),
-    ("bpf-map-dynamic-size-ratio", "maps are as large as bpf-nat-global-max says, whatever memory the node has"),
-    ("clean-cilium-state", "state is kept over restarts"),
-    ("clean-cilium-bpf-state", "state is kept over restarts"),
-    ("cni-uninstall", "the network configuration stays when the agent ends"),
-    ("kvstore", "state is kept in Kubernetes objects alone"),
+    ("remove-cilium-node-taints", "the taint node.cilium.io/agent-not-ready is not removed from nodes"),
+    ("bpf-map-dynamic-size-ratio", "map sizes follow bpf-nat-global-max, not the node's memory"),
+    ("clean-cilium-state", "state is always kept across restarts"),
+    ("clean-cilium-bpf-state", "state is always kept across restarts"),
+    ("cni-uninstall", "the CNI network configuration remains when the agent terminates"),
+    ("kvstore", "state is kept in Kubernetes objects only"),
     ("enable-bandwidth-manager", "limits on pods' bandwidth are not enforced"),
     (
         "direct-routing-skip-unreachable",
-        "auto-direct-node-routes makes routes to nodes on the same network alone, and reports the others",
+        "auto-direct-node-routes installs routes to nodes on the same L2 network only, and reports the others",
     ),
-    ("kube-proxy-replacement", "Services are left to kube-proxy, which has to run"),
+    ("kube-proxy-replacement", "Services are not implemented; kube-proxy is required"),
 ];
 
-/// Parts of Cilium: how its keys start, and what the part is called. The first match counts.
+/// Features of Cilium: prefixes of their keys, and their names. The first match counts.
 const PARTS: &[(&str, &[&str])] = &[
     (
         "Hubble",
@@ -216,7 +215,7 @@ const PARTS: &[(&str, &[&str])] = &[
     ("the CNI plugin", &["cni-"]),
 ];
 
-/// What keys of no part are summed up under.
+/// The name for keys of no listed feature.
 const OTHER_PART: &str = "other parts";
 
 /// The names of Cilium's keys that Cistern does not implement.
@@ -224,7 +223,7 @@ pub(super) fn names() -> impl Iterator<Item = &'static str> {
     NAMES.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'))
 }
 
-/// Whether this is such a key.
+/// Whether the key is one of them.
 pub(super) fn is_known(key: &str) -> bool {
     names().any(|name| name == key)
 }
@@ -234,7 +233,7 @@ pub(super) fn refusals() -> impl Iterator<Item = (&'static str, String, &'static
     REFUSED.iter().map(|(key, accepted, reason)| (*key, accepted.in_words(), *reason))
 }
 
-/// Judges the keys that are not Cistern's own.
+/// Sorts the keys that Cistern does not implement into errors and warnings.
 pub(super) fn judge(keys: BTreeMap<String, Given>, warnings: &mut Vec<Warning>, errors: &mut Vec<SettingsError>) {
     let mut parts: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for (key, given) in keys {
@@ -245,12 +244,12 @@ pub(super) fn judge(keys: BTreeMap<String, Given>, warnings: &mut Vec<Warning>, 
             let reason = format!("expected {}: {reason}", accepted.in_words());
             errors.push(given.error(key, reason));
         } else if is_off(&given.text) {
-            // Nothing is missing.
+            // Off: no consequence to report.
         } else if let Some((_, consequence)) = NOTED.iter().find(|(name, _)| *name == key) {
             let message = format!("{key}={} ({}) has no effect: {consequence}", given.text, given.source);
             warnings.push(Warning { keys: vec![key], message });
         } else if !REFUSED.iter().any(|(name, _, _)| *name == key) {
-            // What is left of the keys in REFUSED asks for what Cistern does anyway.
+            // The remaining accepted values of `REFUSED` request what Cistern does anyway.
             parts.entry(part(&key)).or_default().push(key);
         }
     }
@@ -269,7 +268,7 @@ fn part(key: &str) -> &'static str {
     PARTS.iter().find(of).map_or(OTHER_PART, |(part, _)| part)
 }
 
-/// Whether a value switches something off, or says nothing.
+/// Whether a value disables something, or is empty.
 fn is_off(value: &str) -> bool {
     const OFF: &[&str] = &["", "false", "f", "0", "0s", "none", "disabled", "off", "never", "undefined"];
     OFF.iter().any(|off| off.eq_ignore_ascii_case(value))

@@ -1,14 +1,14 @@
-//! Layers: config directory, environment, flags. Later ones win, and every value knows where it comes from.
+//! Layers: config directory, environment, flags. Later layers win, and every value records its source.
 
 use super::{KEYS, Settings, cilium, validate};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// Which command the settings are for: some are needed by the operator alone.
+/// The command that loads the settings. Some keys are only required by the operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {
-    /// The node's agent; with `leader-election` the operator's duties, too.
+    /// The node's agent; with `leader-election` also the operator's controllers.
     Agent,
     /// The operator alone.
     Operator,
@@ -17,30 +17,30 @@ pub enum Command {
 /// A config directory: one file per key.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Directory {
-    /// Its path, as named in errors.
+    /// Path, as named in errors.
     pub path: String,
     /// File name → content.
     pub files: BTreeMap<String, String>,
 }
 
-/// Everything that settings are read from.
+/// All sources of settings.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Layers {
     /// The config directory, if there is one.
     pub directory: Option<Directory>,
-    /// The environment, as the process has it.
+    /// The environment of the process.
     pub environment: BTreeMap<String, String>,
-    /// The flags that were given: key → value.
+    /// The flags given: key → value.
     pub flags: BTreeMap<String, String>,
-    /// The host's name: the node's name when nothing else says one.
+    /// The host name, used as node name if nothing else sets it.
     pub hostname: String,
 }
 
-/// Where a value comes from.
+/// Source of a value.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Source {
-    /// Nobody set it.
+    /// Not set.
     Default,
     /// The file of this path in the config directory.
     File(String),
@@ -48,7 +48,7 @@ pub enum Source {
     Environment(String),
     /// The flag of the key's name.
     Flag,
-    /// The host's own name.
+    /// The host name.
     Hostname,
 }
 
@@ -64,23 +64,23 @@ impl fmt::Display for Source {
     }
 }
 
-/// One key as it is in force, for `cistern status`.
+/// One key as in force, for `cistern status`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SettingInForce {
     /// The key.
     pub key: &'static str,
-    /// Its value, as text that would be accepted again.
+    /// Its value; parses to the same setting.
     pub value: String,
-    /// Where the value comes from.
+    /// The source of the value.
     pub source: Source,
 }
 
-/// Something a person should know, which keeps nothing from starting.
+/// A problem that does not prevent the start, to be reported to the administrator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Warning {
-    /// The keys that it is about, sorted.
+    /// The keys concerned, sorted.
     pub keys: Vec<String>,
-    /// The whole text, in one line, keys included.
+    /// The message, in one line, including the keys.
     pub message: String,
 }
 
@@ -90,16 +90,16 @@ impl fmt::Display for Warning {
     }
 }
 
-/// One key that cannot be used as it is.
+/// A key whose value is rejected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SettingsError {
     /// The key.
     pub key: String,
     /// Its value.
     pub value: String,
-    /// Where the value comes from.
+    /// The source of the value.
     pub source: Source,
-    /// What is wrong and what would be right: the part after "key = value (source): ".
+    /// What is wrong and what was expected: the part after "key = value (source): ".
     pub reason: String,
 }
 
@@ -109,7 +109,7 @@ impl fmt::Display for SettingsError {
     }
 }
 
-/// Every key that cannot be used as it is: at least one. Nothing is started with such settings.
+/// All rejected keys, at least one. Nothing is started with these settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SettingsErrors(pub Vec<SettingsError>);
 
@@ -127,14 +127,14 @@ impl fmt::Display for SettingsErrors {
 
 impl std::error::Error for SettingsErrors {}
 
-/// The value of a key that won over the other layers.
+/// The value of a key from the layer that wins.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Given {
     pub(super) text: String,
     pub(super) source: Source,
 }
 
-/// Keys of Cilium that later versions renamed: the old name works while the new one is not set in the same layer.
+/// Keys that Cilium renamed. The old name is accepted unless the new name is set in the same layer.
 const RENAMED: &[(&str, &str)] = &[
     ("k8s-api-server", "k8s-api-server-urls"),
     ("masquerade", "enable-ipv4-masquerade"),
@@ -144,19 +144,19 @@ const RENAMED: &[(&str, &str)] = &[
 /// Prefixes of environment variables; the later one wins.
 const ENVIRONMENT_PREFIXES: &[&str] = &["CILIUM_", "CISTERN_"];
 
-/// The variable that Kubernetes manifests give the node's name in.
+/// The variable through which Kubernetes manifests pass the node's name.
 const NODE_NAME_VARIABLE: &str = "K8S_NODE_NAME";
 
 impl Settings {
     /// Reads the layers.
     ///
-    /// White space around values does not count. A variable of the environment is `CISTERN_` or `CILIUM_` and the key in
-    /// capitals with `_` for `-`; variables that are no key are left alone, since Kubernetes itself makes some
-    /// (`CISTERN_SERVICE_HOST` for a Service of that name).
+    /// Leading and trailing white space of values is ignored. An environment variable's name is `CISTERN_` or `CILIUM_`
+    /// and the key in capitals with `_` for `-`. Variables that name no key are ignored, because Kubernetes creates
+    /// some itself (`CISTERN_SERVICE_HOST` for a Service of that name).
     ///
     /// # Errors
-    /// Every key that is unknown, has a value that cannot be read, contradicts another key, or asks Cistern for what it
-    /// does not do: all of them at once.
+    /// All keys that are unknown, have an invalid value, contradict another key, or request what Cistern does not
+    /// implement.
     pub fn load(layers: &Layers, command: Command) -> Result<(Self, Vec<Warning>), SettingsErrors> {
         let mut warnings = Vec::new();
         let mut errors = Vec::new();
@@ -204,7 +204,7 @@ fn merge(layers: &Layers, warnings: &mut Vec<Warning>) -> BTreeMap<String, Given
     merged
 }
 
-/// The keys that variables of the environment set.
+/// The keys set by environment variables.
 fn environment(variables: &BTreeMap<String, String>) -> BTreeMap<String, Given> {
     let mut given = BTreeMap::new();
     for prefix in ENVIRONMENT_PREFIXES {
@@ -219,7 +219,7 @@ fn environment(variables: &BTreeMap<String, String>) -> BTreeMap<String, Given> 
     given
 }
 
-/// The node's name when no layer sets the key: Node names are lower case, host names need not be.
+/// The node's name if no layer sets the key. Node names are lower case; host names need not be.
 fn node_name(layers: &Layers) -> Given {
     match layers.environment.get(NODE_NAME_VARIABLE).map(|name| name.trim()).filter(|name| !name.is_empty()) {
         Some(name) => Given { text: name.to_owned(), source: Source::Environment(NODE_NAME_VARIABLE.to_owned()) },
@@ -245,7 +245,7 @@ fn under_new_names(mut layer: BTreeMap<String, Given>, warnings: &mut Vec<Warnin
     layer
 }
 
-/// Every name a person could have meant, for the suggestion after a misspelling.
+/// All accepted names, to suggest one after a misspelling.
 pub(super) fn known_names() -> BTreeSet<&'static str> {
     KEYS.iter().map(|key| key.name).chain(cilium::names()).collect()
 }

@@ -1,4 +1,4 @@
-//! Settings as a whole: layers, refusals, warnings, and the ConfigMaps of real clusters.
+//! Tests of settings as a whole: layers, rejections, warnings, and the ConfigMaps of real clusters.
 
 use super::*;
 use std::fmt::Write as _;
@@ -90,7 +90,7 @@ fn foreign_environment_never_refuses() {
 }
 
 #[test]
-fn every_error_is_told_at_once_with_key_value_source_and_expectation() {
+fn all_errors_are_reported_at_once_with_key_value_source_and_expectation() {
     let mut layers = directory(&[("mtu", "banana"), ("debugg", "true"), ("routing-mode", "tunnel")]);
     layers.environment = map(&[("CISTERN_IPAM", "azure")]);
     layers.flags = map(&[("node-port-range", "40000,30000")]);
@@ -112,7 +112,7 @@ fn every_error_is_told_at_once_with_key_value_source_and_expectation() {
 }
 
 #[test]
-fn key_that_nobody_knows_is_refused_without_a_far_fetched_guess() {
+fn unknown_key_is_refused_without_a_far_fetched_suggestion() {
     let text = refused(&[("frobnicate-the-widgets", "yes")]);
     assert!(text.contains("neither Cistern nor Cilium knows this key") && !text.contains("did you mean"), "{text}");
 }
@@ -205,7 +205,7 @@ fn pool_is_checked_where_the_operator_runs() {
         (vec![("cluster-pool-ipv4-cidr", "")], "expected at least one CIDR"),
         (vec![("cluster-pool-ipv4-cidr", "10.0.0.0/16,10.0.128.0/17")], "10.0.0.0/16 and 10.0.128.0/17 overlap"),
         (vec![("cluster-pool-ipv4-cidr", "10.0.0.0/16,10.0.0.0/16")], "overlap"),
-        (vec![("cluster-pool-ipv4-cidr", "10.0.0.0/25")], "10.0.0.0/25 is smaller than one node's block, a /24"),
+        (vec![("cluster-pool-ipv4-cidr", "10.0.0.0/25")], "10.0.0.0/25 is smaller than one node's pod CIDR, a /24"),
         (vec![("cluster-pool-ipv4-mask-size", "31")], "from 1 to 30"),
         (vec![("cluster-pool-ipv4-mask-size", "0")], "from 1 to 30"),
         (vec![("service-cidr", "10.96.0.0/12")], "10.0.0.0/8 overlaps 10.96.0.0/12 of service-cidr"),
@@ -218,7 +218,7 @@ fn pool_is_checked_where_the_operator_runs() {
         with_operator.flags = map(&[("leader-election", "true")]);
         assert!(Settings::load(&with_operator, Command::Agent).is_err());
     }
-    assert!(warned(&[("cluster-pool-ipv4-mask-size", "30")]).contains("/30 leaves one address for pods"));
+    assert!(warned(&[("cluster-pool-ipv4-mask-size", "30")]).contains("/30 has one address for pods"));
     let text = warned(&[("cluster-pool-ipv4-cidr", "10.1.2.3/16")]);
     assert!(text.contains("10.1.2.3/16") && text.contains("10.1.0.0/16"), "{text}");
 }
@@ -245,7 +245,7 @@ fn values_with_one_reading_are_put_right() {
     let text = warned(&pairs);
     assert!(text.contains("bpf-ct-timeout-regular-tcp") && text.contains("1h") && text.contains("2h1m"), "{text}");
     assert!(text.contains("10.1.2.3/8"), "{text}");
-    assert!(warned(&[("enable-bpf-masquerade", "false")]).contains("eBPF alone"));
+    assert!(warned(&[("enable-bpf-masquerade", "false")]).contains("eBPF only"));
 }
 
 #[test]
@@ -306,7 +306,7 @@ fn config_maps_of_real_clusters_start() {
     let count = keys.len();
     keys.sort();
     keys.dedup();
-    assert_eq!(keys.len(), count, "each key is told of once");
+    assert_eq!(keys.len(), count, "each key is reported once");
 
     let (settings, _) = load(&sample(CILIUM_1_13)).unwrap_or_else(|errors| panic!("{errors}"));
     assert_eq!(settings.ipv4_native_routing_cidr, Some("10.0.0.0/8".parse().unwrap()));
@@ -348,7 +348,7 @@ fn values_that_would_send_traffic_another_way_are_refused() {
 }
 
 #[test]
-fn keys_that_switch_something_off_are_not_told_of() {
+fn keys_that_disable_something_are_not_reported() {
     for (key, value) in [
         ("enable-hubble", "false"),
         ("enable-wireguard", "false"),

@@ -1,24 +1,24 @@
-//! Values against each other, and against what Cistern can do.
+//! Validation of values against each other and against what Cistern implements.
 
 use super::value::Value as _;
 use super::{Command, IpamMode, Settings, SettingsError, Warning};
 use ipnet::Ipv4Net;
 use std::time::Duration;
 
-/// The longest prefix of a node's block: at /30 two addresses are left for pods, and one of them is the router's
-/// (`ipam` decision 12).
+/// Longest prefix of a node's pod CIDR: a /30 has two usable addresses, one of which is the router's.
 const LONGEST_BLOCK: u8 = 30;
 
-/// The least IPv4 MTU that hosts have to take (RFC 791).
+/// Minimum IPv4 MTU that every host must accept (RFC 791).
 const LEAST_MTU: u16 = 576;
 
-/// Below this a connection that only its keep-alives hold open would lose its entry (`masquerade` decision 10).
+/// A shorter timeout would expire connections that only send keep-alives (tcp_keepalive_time is 7200 s).
 const LEAST_TCP_IDLE_TIMEOUT: Duration = Duration::from_secs(7260);
 
-/// The sizes that Cilium takes for its NAT map.
+/// Sizes that Cilium accepts for its NAT map.
 const NAT_MAP_SIZES: std::ops::RangeInclusive<u32> = 1 << 10..=1 << 24;
 
-/// Checks the settings as a whole. Values with one obvious reading are put right and told of, all others refused.
+/// Validates the settings as a whole. Values with one obvious interpretation are corrected with a warning, others
+/// rejected.
 pub(super) fn validate(
     settings: &mut Settings,
     command: Command,
@@ -66,13 +66,13 @@ impl Check<'_> {
 
     fn families(&mut self, settings: &Settings) {
         if !settings.enable_ipv4 {
-            self.refuse(settings, "enable-ipv4", "expected `true`: without IPv4 there is nothing that Cistern does");
+            self.refuse(settings, "enable-ipv4", "expected `true`: IPv4 is the only family implemented");
         }
         if settings.enable_ipv6 {
             self.refuse(
                 settings,
                 "enable-ipv6",
-                "expected `false`: IPv6 is not implemented, and pods would be left without the addresses they count on",
+                "expected `false`: IPv6 is not implemented; pods would start without an IPv6 address",
             );
         }
     }
@@ -94,7 +94,7 @@ impl Check<'_> {
         }
         if !settings.log_options.ignored.is_empty() {
             let options = settings.log_options.ignored.join(", ");
-            self.warn(settings, "log-opt", format!("{options}: no meaning here; logs go to standard error"));
+            self.warn(settings, "log-opt", format!("{options}: ignored; logs are written to standard error"));
         }
     }
 
@@ -111,7 +111,7 @@ impl Check<'_> {
             self.warn(
                 settings,
                 key,
-                format!("no effect with ipam={mode}: pod CIDRs of Nodes count with ipam=kubernetes"),
+                format!("no effect with ipam={mode}: Nodes' pod CIDRs are used with ipam=kubernetes only"),
             );
         }
     }
@@ -123,7 +123,7 @@ impl Check<'_> {
         if let Some(address) = settings.local_router_ipv4
             && (address.is_unspecified() || address.is_loopback() || address.is_multicast() || address.is_broadcast())
         {
-            self.refuse(settings, "local-router-ipv4", "expected an address that a host can have");
+            self.refuse(settings, "local-router-ipv4", "expected a unicast host address");
         }
         let native = settings.ipv4_native_routing_cidr;
         settings.ipv4_native_routing_cidr = native.map(|cidr| self.masked(settings, "ipv4-native-routing-cidr", cidr));
@@ -137,7 +137,7 @@ impl Check<'_> {
     /// The CIDR without host bits.
     fn masked(&mut self, settings: &Settings, key: &str, cidr: Ipv4Net) -> Ipv4Net {
         if cidr.addr() != cidr.network() {
-            self.warn(settings, key, format!("{cidr} has bits beyond its prefix and is read as {}", cidr.trunc()));
+            self.warn(settings, key, format!("{cidr} has host bits set and is read as {}", cidr.trunc()));
         }
         cidr.trunc()
     }
@@ -147,7 +147,7 @@ impl Check<'_> {
             self.warn(
                 settings,
                 "enable-bpf-masquerade",
-                "Cistern masquerades in eBPF alone, and does so; no iptables rules are made",
+                "ignored: Cistern masquerades in eBPF only and installs no iptables rules",
             );
         }
         if settings.ip_masq_agent_config_path.file_name().is_none() {
@@ -159,7 +159,7 @@ impl Check<'_> {
         }
         if settings.tcp_idle_timeout < LEAST_TCP_IDLE_TIMEOUT {
             let text = format!(
-                "{} is too short for connections that only their keep-alives hold open; {} is in force",
+                "{} would expire connections that only send keep-alives; {} is in force",
                 settings.tcp_idle_timeout.render(),
                 LEAST_TCP_IDLE_TIMEOUT.render()
             );
@@ -171,7 +171,7 @@ impl Check<'_> {
             self.refuse(
                 settings,
                 "masquerade-port-range",
-                format!("expected ports beyond node-port-range ({}): none is left", node_ports.render()),
+                format!("expected at least one port outside node-port-range ({})", node_ports.render()),
             );
         }
         if let Some(device) = &settings.derive_masq_ip_addr_from_device
@@ -181,41 +181,42 @@ impl Check<'_> {
         }
     }
 
-    /// `ipam` 2.2.1 and decision 12.
+    /// The pool must be non-empty, disjoint from itself and from the Services, and hold at least one pod CIDR per
+    /// element.
     fn pool(&mut self, settings: &Settings) {
         let (key, mask) = ("cluster-pool-ipv4-cidr", settings.cluster_pool_ipv4_mask_size);
         if mask > LONGEST_BLOCK || mask == 0 {
             self.refuse(
                 settings,
                 "cluster-pool-ipv4-mask-size",
-                format!("expected a prefix length from 1 to {LONGEST_BLOCK}: a longer one leaves no address for pods"),
+                format!("expected a prefix length from 1 to {LONGEST_BLOCK}: a longer one has no address for pods"),
             );
         } else if mask == LONGEST_BLOCK {
             self.warn(
                 settings,
                 "cluster-pool-ipv4-mask-size",
-                "a /30 leaves one address for pods; 29 or less serves better",
+                "a /30 has one address for pods; 29 or less is recommended",
             );
         }
         if settings.cluster_pool_ipv4.is_empty() {
-            self.refuse(settings, key, "expected at least one CIDR: the operator has no addresses to give without one");
+            self.refuse(settings, key, "expected at least one CIDR: the operator has nothing to allocate from");
         }
         for (index, cidr) in settings.cluster_pool_ipv4.iter().enumerate() {
             if cidr.prefix_len() > mask {
                 self.refuse(
                     settings,
                     key,
-                    format!("{cidr} is smaller than one node's block, a /{mask} (cluster-pool-ipv4-mask-size)"),
+                    format!("{cidr} is smaller than one node's pod CIDR, a /{mask} (cluster-pool-ipv4-mask-size)"),
                 );
             }
             for other in settings.cluster_pool_ipv4.iter().skip(index + 1).filter(|other| overlaps(**other, *cidr)) {
-                self.refuse(settings, key, format!("{cidr} and {other} overlap: expected CIDRs that share no address"));
+                self.refuse(settings, key, format!("{cidr} and {other} overlap: expected disjoint CIDRs"));
             }
             for service in settings.service_cidrs.iter().filter(|service| overlaps(**service, *cidr)) {
                 self.refuse(
                     settings,
                     key,
-                    format!("{cidr} overlaps {service} of service-cidr: a pod could get a Service's address"),
+                    format!("{cidr} overlaps {service} of service-cidr: a pod could be allocated a Service's address"),
                 );
             }
         }
@@ -227,19 +228,19 @@ impl Check<'_> {
             self.refuse(
                 settings,
                 "leader-election-lease-duration",
-                "expected at least 1s: a Lease counts in whole seconds",
+                "expected at least 1s: leaseDurationSeconds of a Lease is in whole seconds",
             );
         }
         if renew >= lease {
             let reason = format!(
-                "expected less than leader-election-lease-duration ({}): an old leader must have stopped before the next one starts",
+                "expected less than leader-election-lease-duration ({}): the previous leader must stop before the next one starts",
                 lease.render()
             );
             self.refuse(settings, "leader-election-renew-deadline", reason);
         }
         if retry.is_zero() || retry >= renew {
             let reason =
-                format!("expected more than nothing and less than leader-election-renew-deadline ({})", renew.render());
+                format!("expected more than 0s and less than leader-election-renew-deadline ({})", renew.render());
             self.refuse(settings, "leader-election-retry-period", reason);
         }
     }
@@ -249,12 +250,13 @@ fn overlaps(one: Ipv4Net, other: Ipv4Net) -> bool {
     one.contains(&other) || other.contains(&one)
 }
 
-/// A label of RFC 1123, as Kubernetes takes it.
+/// A label of RFC 1123, as Kubernetes validates it.
 fn is_label(text: &str) -> bool {
     text.len() <= 63 && is_name(text)
 }
 
-/// A subdomain of RFC 1123, as Kubernetes takes it for names of objects: the whole is bounded, its labels are not.
+/// A subdomain of RFC 1123, as Kubernetes validates object names: the total length is limited, that of its labels is
+/// not.
 fn is_subdomain(text: &str) -> bool {
     text.len() <= 253 && text.split('.').all(is_name)
 }

@@ -1,4 +1,4 @@
-//! Values: how each kind is read from text, and written so that it would be read again.
+//! Value types: parsing and rendering.
 
 use crate::masquerade::excluded::DefaultExclusions;
 use crate::masquerade::plan::FlowPolicy;
@@ -11,17 +11,17 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// A kind of value.
+/// A value type.
 pub(super) trait Value: Sized {
-    /// What the kind takes, as the object of "expected".
+    /// The accepted values, as the object of "expected".
     const EXPECTED: &'static str;
     /// Whether a flag without a value means `true`.
     const IS_SWITCH: bool = false;
 
-    /// Reads text without surrounding white space. The error is what was expected, as detailed as is known.
+    /// Parses text without surrounding white space. The error states what was expected, as precisely as possible.
     fn parse(text: &str) -> Result<Self, String>;
 
-    /// Writes the value so that [`Value::parse`] gives it back.
+    /// Renders the value so that [`Value::parse`] returns it.
     fn render(&self) -> String;
 }
 
@@ -33,7 +33,7 @@ impl Value for bool {
     const EXPECTED: &'static str = "`true` or `false`";
     const IS_SWITCH: bool = true;
 
-    /// Takes what Go's `strconv.ParseBool` takes, since that reads the same file in Cilium.
+    /// Accepts what Go's `strconv.ParseBool` accepts, since Cilium reads the same file with it.
     fn parse(text: &str) -> Result<Self, String> {
         match text {
             "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
@@ -71,7 +71,7 @@ impl Value for u32 {
     }
 }
 
-/// 0 and nothing stand for "found by itself".
+/// 0 and the empty text mean "detect".
 impl Value for Option<u16> {
     const EXPECTED: &'static str = "a whole number from 1 to 65535, or 0";
 
@@ -91,7 +91,7 @@ impl Value for String {
     const EXPECTED: &'static str = "a text";
 
     fn parse(text: &str) -> Result<Self, String> {
-        if text.is_empty() { Err("a text that is not empty".to_owned()) } else { Ok(text.to_owned()) }
+        if text.is_empty() { Err("a non-empty text".to_owned()) } else { Ok(text.to_owned()) }
     }
 
     fn render(&self) -> String {
@@ -186,7 +186,7 @@ impl Value for Duration {
     }
 }
 
-/// A kind that is one of a few words.
+/// A type with a fixed set of words.
 macro_rules! words {
     ($type:ty, $expected:literal, { $($text:literal => $value:path,)+ }) => {
         impl Value for $type {
@@ -208,13 +208,13 @@ macro_rules! words {
     };
 }
 
-/// Where pod addresses come from.
+/// Source of pod addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IpamMode {
-    /// The operator gives each node one block of the cluster's pool.
+    /// The operator assigns each node a pod CIDR of the cluster's pool.
     ClusterPool,
-    /// The Node names the block: kube-controller-manager gave it, or an annotation does.
+    /// The Node has the pod CIDR, set by kube-controller-manager or by an annotation.
     Kubernetes,
 }
 
@@ -242,25 +242,25 @@ words!(DefaultExclusions, "`reserved` or `rfc1918`", {
     "rfc1918" => DefaultExclusions::Rfc1918,
 });
 
-/// How much is logged.
+/// Minimum severity of logged messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogLevel {
-    /// What failed.
+    /// Failures.
     Error,
-    /// What a person should look at, too.
+    /// Also what an administrator should investigate.
     Warning,
-    /// What was done, too.
+    /// Also what was done.
     Info,
-    /// Why it was done, too.
+    /// Also why it was done.
     Debug,
 }
 
-/// How a line of the log looks.
+/// Format of a log line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogFormat {
-    /// For people.
+    /// Human-readable.
     Text,
     /// One JSON object per line.
     Json,
@@ -269,11 +269,11 @@ pub enum LogFormat {
 /// The value of `log-opt`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogOptions {
-    /// How much is logged.
+    /// Minimum severity.
     pub level: LogLevel,
-    /// How a line looks.
+    /// Format of a line.
     pub format: LogFormat,
-    /// Options of Cilium's other log drivers (`syslog.…`), which have no meaning here.
+    /// Options of Cilium's other log drivers (`syslog.…`), which are ignored.
     pub ignored: Vec<String>,
 }
 
@@ -352,7 +352,7 @@ impl Value for Option<ApiServerUrl> {
                     _ => Err(expected::<Self>()),
                 }
             }
-            (Some(_), Some(_)) => Err("one URL; turning to another when one fails is not implemented".to_owned()),
+            (Some(_), Some(_)) => Err("one URL; failover to another is not implemented".to_owned()),
         }
     }
 
@@ -361,12 +361,12 @@ impl Value for Option<ApiServerUrl> {
     }
 }
 
-/// Address and port that a server listens on.
+/// Address and port of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServeAddress(pub SocketAddr);
 
 impl ServeAddress {
-    /// The port on 127.0.0.1.
+    /// This port on 127.0.0.1.
     #[must_use]
     pub fn localhost(port: u16) -> Self {
         Self(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))
@@ -377,7 +377,7 @@ impl Value for Option<ServeAddress> {
     const EXPECTED: &'static str = "an address and a port such as 127.0.0.1:9962, or :9962 for every address of the \
                                     host, or nothing";
 
-    /// Takes the forms that Go's `net.Listen` takes, but for names other than `localhost`.
+    /// Accepts the forms that Go's `net.Listen` accepts, except names other than `localhost`.
     fn parse(text: &str) -> Result<Self, String> {
         if text.is_empty() {
             return Ok(None);
@@ -390,7 +390,7 @@ impl Value for Option<ServeAddress> {
             host => host.trim_matches(['[', ']']).parse().map_err(|_| expected::<Self>())?,
         };
         if port == 0 {
-            return Err(format!("{}; 0 is no port that anybody finds", Self::EXPECTED));
+            return Err(format!("{}; port 0 is not supported", Self::EXPECTED));
         }
         Ok(Some(ServeAddress(SocketAddr::new(host, port))))
     }
@@ -400,12 +400,12 @@ impl Value for Option<ServeAddress> {
     }
 }
 
-/// A range of ports, both ends in it.
+/// A range of ports, inclusive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortRange {
     /// The first port.
     pub first: u16,
-    /// The last port; not before the first.
+    /// The last port; not less than the first.
     pub last: u16,
 }
 
@@ -427,14 +427,14 @@ impl Value for PortRange {
     }
 }
 
-/// A name of a device, or the start of one.
+/// A device name, or a prefix of one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DevicePattern {
-    /// Devices that match are left out, not taken.
+    /// Whether matching devices are excluded.
     pub excludes: bool,
-    /// The name or its start.
+    /// The name or prefix.
     pub name: String,
-    /// Whether `name` is only the start.
+    /// Whether `name` is a prefix.
     pub is_prefix: bool,
 }
 
@@ -446,13 +446,13 @@ impl DevicePattern {
     fn parse(text: &str) -> Option<Self> {
         let (excludes, rest) = text.strip_prefix('!').map_or((false, text), |rest| (true, rest));
         let (is_prefix, name) = rest.strip_suffix('+').map_or((false, rest), |name| (true, name));
-        // The kernel's own rule for names, IFNAMSIZ included.
+        // The kernel's rule for interface names (`dev_valid_name`, net/core/dev.c), without `+` and `!`.
         let is_name = name.len() < 16 && !name.contains(['/', ':', '+', '!']) && !matches!(name, "." | "..");
         (is_name && (is_prefix || !name.is_empty())).then(|| Self { excludes, name: name.to_owned(), is_prefix })
     }
 }
 
-/// Which devices are meant. The first pattern that matches decides.
+/// Device selection. The first pattern that matches decides.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DeviceSelector {
     /// The patterns, in order.
@@ -460,8 +460,8 @@ pub struct DeviceSelector {
 }
 
 impl DeviceSelector {
-    /// Whether a device is meant. `detected` says whether it would be chosen if nothing were configured; it counts when
-    /// no pattern names devices to take.
+    /// Whether a device is selected. `detected` says whether it would be selected by default; it applies if no pattern
+    /// selects devices by name.
     #[must_use]
     pub fn selects(&self, device: &str, detected: bool) -> bool {
         match self.patterns.iter().find(|pattern| pattern.matches(device)) {
@@ -470,7 +470,7 @@ impl DeviceSelector {
         }
     }
 
-    /// Whether no pattern names devices to take.
+    /// Whether no pattern selects devices by name.
     #[must_use]
     pub fn is_automatic(&self) -> bool {
         self.patterns.iter().all(|pattern| pattern.excludes)
@@ -512,7 +512,7 @@ impl Value for DeviceSelector {
     }
 }
 
-/// The items of a list as a ConfigMap has them: Cilium's chart joins with spaces, its flags take commas.
+/// Splits a list from a ConfigMap: Cilium's chart separates by spaces, its flags by commas.
 fn items(text: &str) -> impl Iterator<Item = &str> {
     text.split(|separator: char| separator == ',' || separator.is_whitespace()).filter(|item| !item.is_empty())
 }
