@@ -1,28 +1,28 @@
-//! Which of two things on one machine came first, whatever is done to its clocks.
+//! Order of events on one node, independent of its wall clock.
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// A moment in the life of a machine. The plugin and the agent read it from the same kernel, so it orders what they do
-/// where the wall clock cannot: that one is set, back too, while a DEL waits for its agent.
+/// A point in time on one node. The CNI plugin and the agent read it from the same kernel, so it orders their actions
+/// even if the wall clock is set back while a DEL is queued.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Moment {
-    /// `/proc/sys/kernel/random/boot_id`: each boot has another (random(4)). In a node that is a container the plugin may read
-    /// another than the agent: then their order is known within a boot alone.
+    /// `/proc/sys/kernel/random/boot_id`, which differs for each boot (random(4)). In a node that is a container the
+    /// plugin may read another value than the agent; their order is then only known within a boot.
     pub boot: String,
-    /// Nanoseconds since that boot, time of sleep included (`CLOCK_BOOTTIME`, clock_gettime(2)).
+    /// Nanoseconds since boot, including suspend (`CLOCK_BOOTTIME`, clock_gettime(2)).
     pub uptime_ns: u64,
 }
 
 impl Moment {
-    /// Time since that boot.
+    /// Time since boot.
     #[must_use]
     pub fn uptime(&self) -> Duration {
         Duration::from_nanos(self.uptime_ns)
     }
 
-    /// Whether this is known to be later than `other`, on a machine that is in `boot` now. Of two earlier boots nobody
-    /// knows which was first.
+    /// Whether this is known to be later than `other`, on a machine whose current boot is `boot`. The order of two
+    /// earlier boots is unknown.
     #[must_use]
     pub fn is_after(&self, other: &Self, boot: &str) -> bool {
         if self.boot == other.boot { self.uptime_ns > other.uptime_ns } else { self.boot == boot }

@@ -1,7 +1,7 @@
-//! Which name was meant, after a misspelling.
+//! Suggestions after a misspelling.
 
-/// The known name that a person most likely meant: the one with the fewest changes, as long as most of the name stays.
-/// Of equals the first one.
+/// The known name that was most likely meant: the one with the smallest edit distance, provided that most of the name
+/// is unchanged. Of equal ones the first.
 pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let lower = name.to_ascii_lowercase();
     let distance = |candidate: &&str| strsim::damerau_levenshtein(&lower, &candidate.to_ascii_lowercase());

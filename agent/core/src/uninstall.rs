@@ -1,21 +1,22 @@
-//! How an uninstall and the agents talk: a request on each CiliumNode, and the agent's answer beside it.
+//! Protocol between an uninstall and the agents: a request in an annotation of each CiliumNode, and the agent's answer
+//! in another.
 //!
-//! The request is a text that is new each time. An agent that finds one without an answer to it takes everything of ours
-//! off its node and answers with the request's text, and behind it what could not be removed.
+//! The request is a text that is unique each time. An agent that finds one without an answer to it removes everything
+//! of Cistern from its node. Its answer is the text of the request, followed by what could not be removed.
 
 /// Annotation with the request.
 pub const REQUEST: &str = "cistern.io/uninstall";
 /// Annotation with the answer.
 pub const ANSWER: &str = "cistern.io/uninstalled";
 
-/// What an agent said to a request.
+/// An agent's reply to a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reply {
-    /// Nothing yet.
+    /// None yet.
     None,
-    /// Everything is off the node.
+    /// Everything was removed from the node.
     Done,
-    /// This could not be removed.
+    /// What could not be removed.
     Failed(String),
 }
 
@@ -25,7 +26,7 @@ pub fn answer(request: &str, failures: &[String]) -> String {
     if failures.is_empty() { request.to_owned() } else { format!("{request}: {}", failures.join("; ")) }
 }
 
-/// What an answer says to this request; one to an earlier request says nothing.
+/// The reply in an answer. An answer to an earlier request is no reply to this one.
 #[must_use]
 pub fn reply(request: &str, answer: Option<&str>) -> Reply {
     match answer.and_then(|answer| answer.strip_prefix(request)) {
@@ -35,7 +36,7 @@ pub fn reply(request: &str, answer: Option<&str>) -> Reply {
     }
 }
 
-/// The request that an agent has to carry out, if there is one.
+/// The request that an agent has to carry out, if any.
 #[must_use]
 pub fn pending<'a>(request: Option<&'a str>, answer: Option<&str>) -> Option<&'a str> {
     request.filter(|request| !request.is_empty() && reply(request, answer) == Reply::None)
@@ -55,7 +56,7 @@ mod tests {
         assert_eq!(pending(Some("b2"), Some(&done)), None);
         let failed = answer("b2", &["routes: no".to_owned(), "pins: busy".to_owned()]);
         assert_eq!(reply("b2", Some(&failed)), Reply::Failed("routes: no; pins: busy".to_owned()));
-        assert_eq!(pending(Some("b2"), Some(&failed)), None, "it is not tried for ever");
+        assert_eq!(pending(Some("b2"), Some(&failed)), None, "it is not retried");
         assert_eq!(reply("b", Some(&done)), Reply::None);
     }
 }

@@ -1,9 +1,10 @@
-//! Carving CIDRs into equal blocks, each with one owner.
+//! Division of CIDRs into blocks of equal size, each with one owner.
 //!
-//! A [`BlockSet`] is the ledger of one family: an ordered list of CIDRs, carved into blocks of one size. What is held is
-//! kept as disjoint intervals, so a set of 65,536 free blocks costs nothing. There are two ways to own a block and no
-//! third: [`BlockSet::take`] gives a free one, [`BlockSet::claim`] proves ownership of a named one. A freed block rests
-//! in quarantine first, because pods may go on running on the machine that had it (`ipam` 2.2.8, 2.2.11, 7.2).
+//! A [`BlockSet`] is the ledger of one family: an ordered list of CIDRs, each divided into blocks of one size.
+//! Allocated space is stored as disjoint intervals, so a set of 65,536 free blocks costs nothing. There are exactly two
+//! ways to become the owner of a block: [`BlockSet::take`] allocates a free one, [`BlockSet::claim`] proves ownership
+//! of a given one. A released block is quarantined first, because pods may still be running on the node that had it
+//! (`ipam` 2.2.8, 2.2.11, 7.2).
 
 use super::{Family, address_bits, net_bounds, overlaps};
 use ipnet::IpNet;
@@ -11,10 +12,10 @@ use jiff::Timestamp;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Most bits between an IPv6 pool's prefix and its block's prefix: 65,536 blocks (`ipam` 2.2.1).
+/// Maximum difference between the prefix lengths of an IPv6 pool and its blocks: 65,536 blocks (`ipam` 2.2.1).
 pub const MAX_IPV6_BLOCK_BITS: u8 = 16;
 
-/// A CIDR and the size of the blocks it is carved into. Host bits of the CIDR are zero, and the block is not larger
+/// A CIDR and the size of the blocks it is divided into. Host bits of the CIDR are zero, and the block is not larger
 /// than the CIDR.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Carving {
@@ -22,46 +23,46 @@ pub struct Carving {
     block_prefix: u8,
 }
 
-/// Why a CIDR cannot be carved as asked.
+/// Why a CIDR cannot be divided as requested.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CarvingError {
     /// The block would be larger than the CIDR.
     #[error("block size /{block_prefix} is larger than {cidr}; expected a mask size of at least {}", cidr.prefix_len())]
     BlockLargerThanCidr {
-        /// The CIDR to carve.
+        /// The CIDR to divide.
         cidr: IpNet,
-        /// The block's prefix length as asked.
+        /// The requested prefix length of a block.
         block_prefix: u8,
     },
-    /// More bits than the family has.
+    /// The family has fewer bits.
     #[error("block size /{block_prefix} for {cidr} is out of range; {family} has {} bits", family.bits())]
     PrefixTooLong {
-        /// The CIDR to carve.
+        /// The CIDR to divide.
         cidr: IpNet,
-        /// The block's prefix length as asked.
+        /// The requested prefix length of a block.
         block_prefix: u8,
         /// The family of the CIDR.
         family: Family,
     },
     /// IPv6 only: more than 2^16 blocks.
     #[error(
-        "{cidr} with blocks of /{block_prefix} makes 2^{} blocks; expected at most 2^{MAX_IPV6_BLOCK_BITS}",
+        "{cidr} with blocks of /{block_prefix} has 2^{} blocks; expected at most 2^{MAX_IPV6_BLOCK_BITS}",
         block_prefix - cidr.prefix_len()
     )]
     TooManyBlocks {
-        /// The CIDR to carve.
+        /// The CIDR to divide.
         cidr: IpNet,
-        /// The block's prefix length as asked.
+        /// The requested prefix length of a block.
         block_prefix: u8,
     },
 }
 
 impl Carving {
-    /// Carves `cidr` (host bits are dropped) into blocks of `/block_prefix`.
+    /// Divides `cidr` (host bits are dropped) into blocks of `/block_prefix`.
     ///
     /// # Errors
-    /// When the block is larger than the CIDR, longer than the family allows, or when IPv6 would give more than
-    /// 2^16 blocks.
+    /// The block is larger than the CIDR or longer than the family allows, or there would be more than 2^16 IPv6
+    /// blocks.
     pub fn new(cidr: IpNet, block_prefix: u8) -> Result<Self, CarvingError> {
         let cidr = cidr.trunc();
         let family = Family::of_net(&cidr);
@@ -89,13 +90,13 @@ impl Carving {
         self.block_prefix
     }
 
-    /// How many blocks there are: at most 2^32, since IPv6 is capped.
+    /// The number of blocks: at most 2^32, since IPv6 is capped.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         1 << (self.block_prefix - self.cidr.prefix_len())
     }
 
-    /// Whether `net` is exactly one aligned block of this carving.
+    /// Whether `net` is exactly one aligned block of the CIDR.
     #[must_use]
     pub fn is_block(&self, net: &IpNet) -> bool {
         net.prefix_len() == self.block_prefix && self.cidr.contains(net) && net.trunc() == *net
@@ -115,13 +116,13 @@ impl Carving {
         if index >= self.blocks() {
             return None;
         }
-        // A /0 block of IPv6 is the only shift of 128 bits, and its only index is 0.
+        // Only a /0 block of IPv6 is shifted by 128 bits, and its only index is 0.
         let offset = u128::from(index).checked_shl(self.shift()).unwrap_or(0);
         let first = address_bits(self.cidr.network()) + offset;
         IpNet::new(self.family().address(first), self.block_prefix).ok()
     }
 
-    /// The index of the block that holds this address; `None` outside the CIDR.
+    /// The index of the block that contains this address; `None` outside the CIDR.
     fn index_of(&self, address: u128) -> Option<u64> {
         let (first, last) = net_bounds(&self.cidr);
         if !(first..=last).contains(&address) {
@@ -137,90 +138,90 @@ impl fmt::Display for Carving {
     }
 }
 
-/// Proof that an owner holds a block; the only thing that [`BlockSet::release`] accepts.
+/// Proof of ownership of a block; the only thing that [`BlockSet::release`] accepts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block<O> {
     /// The block.
     pub net: IpNet,
-    /// Who holds it.
+    /// The owner.
     pub owner: O,
-    /// Tells this holding from every other that the block had before in this set.
+    /// Distinguishes this allocation from earlier ones of the same block in this set.
     pub generation: u64,
 }
 
-/// A freed block that is not given to anybody else yet.
+/// A released block that cannot be allocated to other owners yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Quarantined<O> {
     /// The block.
     pub net: IpNet,
-    /// Who held it, and may claim it back.
+    /// The former owner, who may claim it again.
     pub owner: O,
-    /// When it was freed.
+    /// When it was released.
     pub since: Timestamp,
-    /// When it becomes free for everybody.
+    /// When it becomes free.
     pub until: Timestamp,
 }
 
-/// Why a claim is refused. The set is unchanged then.
+/// Why a claim is rejected. The set is unchanged then.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ClaimError<O: fmt::Display + fmt::Debug> {
-    /// No CIDR of the set has an address in common with the claim.
+    /// No CIDR of the set overlaps the claim.
     #[error("requested CIDR {net} is out of range: the pool is {pool}")]
     OutOfRange {
-        /// What was claimed.
+        /// The claimed CIDR.
         net: IpNet,
         /// The pool as configured.
         pool: String,
     },
-    /// The claim meets the pool, but is not one of its blocks.
+    /// The claim overlaps the pool, but is not one of its blocks.
     #[error("requested CIDR {net} is not one aligned block: the pool is {pool}")]
     NotABlock {
-        /// What was claimed.
+        /// The claimed CIDR.
         net: IpNet,
         /// The pool as configured.
         pool: String,
     },
-    /// The claim is made together with another that it overlaps with.
+    /// Two CIDRs of one claim overlap.
     #[error("requested CIDRs {net} and {other} overlap")]
     Overlapping {
-        /// What was claimed.
+        /// The claimed CIDR.
         net: IpNet,
-        /// What was claimed with it.
+        /// The overlapping CIDR of the same claim.
         other: IpNet,
     },
-    /// Somebody else holds the block, or a part of it.
+    /// Another owner holds the block, or part of it.
     #[error("requested CIDR {net} is already allocated: {held} belongs to {owner}")]
     Held {
-        /// What was claimed.
+        /// The claimed CIDR.
         net: IpNet,
-        /// What is held.
+        /// The allocated block.
         held: IpNet,
-        /// By whom.
+        /// Its owner.
         owner: O,
     },
-    /// The block was freed by somebody else a short while ago.
-    #[error("requested CIDR {net} is in quarantine: {held} belonged to {owner} and is kept back until {until}")]
+    /// Another owner released the block recently.
+    #[error("requested CIDR {net} is in quarantine: {held} belonged to {owner} and is quarantined until {until}")]
     InQuarantine {
-        /// What was claimed.
+        /// The claimed CIDR.
         net: IpNet,
-        /// What is in quarantine.
+        /// The quarantined block.
         held: IpNet,
-        /// Who had it.
+        /// Its former owner.
         owner: O,
         /// When it becomes free.
         until: Timestamp,
     },
 }
 
-/// No block can be given.
+/// No block can be allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "no block is free: {} of {} held, {} in quarantine, {} kept back because a node lists them",
+    "no block is free: {} of {} held, {} in quarantine, {} avoided because a node lists them",
     .0.held, .0.total, .0.quarantined, .0.kept_back
 )]
 pub struct Exhausted(pub Counts);
 
-/// The block is not held under this proof: it was released already, or belongs to somebody else by now.
+/// The block is not allocated under this proof: it was released, or has another owner now.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{net} is not held as generation {generation}")]
 pub struct NotHeld {
@@ -230,21 +231,21 @@ pub struct NotHeld {
     pub generation: u64,
 }
 
-/// Blocks of a set by state. A block that a legacy claim covers in part counts as held.
+/// Blocks of a set by state. A block that a legacy claim partly covers counts as held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counts {
     /// All blocks of all configured CIDRs.
     pub total: u64,
     /// Blocks with an owner.
     pub held: u64,
-    /// Blocks that wait for the end of their quarantine: neither free nor held.
+    /// Quarantined blocks: neither free nor held.
     pub quarantined: u64,
-    /// Blocks that are neither held nor in quarantine, but that the caller asked to avoid.
+    /// Blocks neither held nor quarantined that the caller asked to avoid.
     pub kept_back: u64,
 }
 
 impl Counts {
-    /// Blocks that can be given now.
+    /// Blocks that can be allocated now.
     #[must_use]
     pub fn free(&self) -> u64 {
         self.total.saturating_sub(self.held).saturating_sub(self.quarantined).saturating_sub(self.kept_back)
@@ -264,7 +265,7 @@ struct Interval<O> {
     tenure: Tenure<O>,
 }
 
-/// The ledger of one family: which block belongs to whom.
+/// The ledger of one family: the owner of each block.
 ///
 /// Invariant: the intervals are disjoint, so an address has at most one owner.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -273,14 +274,14 @@ pub struct BlockSet<O> {
     legacy: Vec<Carving>,
     /// By first address.
     intervals: BTreeMap<u128, Interval<O>>,
-    /// Next-fit position of each carving: the index after the last hand-out. Claims do not move it.
+    /// Next-fit position of each CIDR: the index after the last allocation. Claims do not move it.
     cursors: Vec<u64>,
     generation: u64,
 }
 
 /// Two CIDRs of one list overlap.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{first} and {second} overlap; each address may be in one element of the list only")]
+#[error("{first} and {second} overlap; expected disjoint CIDRs")]
 pub struct OverlapError {
     /// The element that comes first in the list.
     pub first: IpNet,
@@ -289,10 +290,10 @@ pub struct OverlapError {
 }
 
 impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
-    /// A set that gives blocks from `carvings`, the first in the list first.
+    /// A set that allocates blocks from `carvings`, the first in the list first.
     ///
     /// # Errors
-    /// When two elements overlap; both are named.
+    /// Two elements overlap; both are named.
     pub fn new(carvings: Vec<Carving>) -> Result<Self, OverlapError> {
         for (index, first) in carvings.iter().enumerate() {
             if let Some(second) = carvings.iter().skip(index + 1).find(|other| overlaps(&first.cidr, &other.cidr)) {
@@ -303,29 +304,28 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         Ok(Self { carvings, legacy: Vec::new(), intervals: BTreeMap::new(), cursors, generation: 0 })
     }
 
-    /// From now on a claim on exactly one block of a carving in `legacy` is honoured too: the pool as it was
-    /// configured before. Nothing is given from there.
+    /// Accepts claims on blocks of `legacy` from now on: the pool as configured before. Nothing is allocated from it.
     pub fn honour(&mut self, legacy: Vec<Carving>) {
         self.legacy = legacy;
     }
 
-    /// The carvings whose blocks may be claimed, but are not given.
+    /// The CIDRs whose blocks may be claimed, but are not allocated.
     #[must_use]
     pub fn legacy(&self) -> &[Carving] {
         &self.legacy
     }
 
-    /// The CIDRs that blocks are given from, in order.
+    /// The CIDRs that blocks are allocated from, in order.
     #[must_use]
     pub fn carvings(&self) -> &[Carving] {
         &self.carvings
     }
 
-    /// Gives a free block to `owner`: from the first CIDR in the list that has one, there the first after the last
-    /// hand-out, so that a block just freed is used again last. Blocks that meet one of `avoid` are passed over.
+    /// Allocates a free block to `owner`: from the first CIDR in the list that has one, the first block after the last
+    /// allocation, so that a released block is reused last. Blocks that overlap one of `avoid` are skipped.
     ///
     /// # Errors
-    /// When no block is free; the counts say why.
+    /// No block is free; the counts say why.
     pub fn take(&mut self, owner: O, avoid: &[IpNet]) -> Result<Block<O>, Exhausted> {
         let (carving, index, net) = self.next(avoid)?;
         if let (Some(cursor), Some(carving)) = (self.cursors.get_mut(carving), self.carvings.get(carving)) {
@@ -334,7 +334,7 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         Ok(self.hold(net, owner))
     }
 
-    /// The block that [`Self::take`] would give.
+    /// The block that [`Self::take`] would allocate.
     ///
     /// # Errors
     /// As [`Self::take`].
@@ -342,7 +342,7 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         self.next(avoid).map(|(_, _, net)| net)
     }
 
-    /// Position of the carving, index of the block, and the block.
+    /// Position of the CIDR, index of the block, and the block.
     fn next(&self, avoid: &[IpNet]) -> Result<(usize, u64, IpNet), Exhausted> {
         self.carvings
             .iter()
@@ -357,12 +357,12 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
             .ok_or_else(|| Exhausted(self.counts(avoid)))
     }
 
-    /// Books blocks that `owner` says to have, all or none. Each must be exactly one aligned block of a configured or
-    /// a legacy carving and overlap with nobody else's. What the same owner freed into quarantine may be claimed back;
-    /// what it holds already stays as it is.
+    /// Registers blocks that `owner` claims to have, all or none. Each must be exactly one aligned block of a
+    /// configured or legacy CIDR and not overlap another owner's. Blocks that the same owner released into quarantine
+    /// may be claimed again; blocks that it already holds are unchanged.
     ///
     /// # Errors
-    /// The first reason against one of them. Nothing changes then.
+    /// The first reason to reject one of them. Nothing changes then.
     pub fn claim(&mut self, nets: &[IpNet], owner: &O) -> Result<Vec<Block<O>>, ClaimError<O>> {
         self.check_claim(nets, owner)?;
         Ok(nets
@@ -414,8 +414,8 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         Ok(())
     }
 
-    /// The block in quarantine that `owner` freed last, if blocks of that kind are still given and it meets none of
-    /// `avoid`.
+    /// The quarantined block that `owner` released last, if blocks of its CIDR are still allocated and it overlaps none
+    /// of `avoid`.
     #[must_use]
     pub fn own_quarantined(&self, owner: &O, avoid: &[IpNet]) -> Option<IpNet> {
         self.quarantined()
@@ -425,10 +425,10 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
             .map(|entry| entry.net)
     }
 
-    /// Ends a holding: the block goes into quarantine from `now` to `until`.
+    /// Releases a block: it is quarantined from `now` to `until`.
     ///
     /// # Errors
-    /// When the proof is stale. Nothing changes then.
+    /// The proof is stale. Nothing changes then.
     pub fn release(&mut self, block: &Block<O>, now: Timestamp, until: Timestamp) -> Result<(), NotHeld> {
         let interval = self.intervals.get_mut(&net_bounds(&block.net).0).filter(|interval| {
             interval.net == block.net
@@ -441,8 +441,8 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         Ok(())
     }
 
-    /// Puts a recorded quarantine back, as after a restart. Returns false, and changes nothing, when the block is
-    /// held or in quarantine already: a holder is the newer truth.
+    /// Restores a recorded quarantine, as after a restart. Returns false, and changes nothing, if the block is already
+    /// held or quarantined, because the set is newer than the record.
     pub fn restore_quarantine(&mut self, entry: Quarantined<O>) -> bool {
         let net = entry.net.trunc();
         if self.overlapping(&net).next().is_some() {
@@ -454,7 +454,7 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         true
     }
 
-    /// Frees every block whose quarantine has ended.
+    /// Frees all blocks whose quarantine has ended.
     pub fn expire(&mut self, now: Timestamp) {
         self.intervals.retain(|_, interval| match interval.tenure {
             Tenure::Held { .. } => true,
@@ -462,7 +462,7 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         });
     }
 
-    /// Every holding, by address.
+    /// All allocated blocks, by address.
     pub fn held(&self) -> impl Iterator<Item = Block<O>> {
         self.intervals.values().filter_map(|interval| match &interval.tenure {
             Tenure::Held { owner, generation } => {
@@ -472,7 +472,7 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         })
     }
 
-    /// Every block in quarantine, by address.
+    /// All quarantined blocks, by address.
     pub fn quarantined(&self) -> impl Iterator<Item = Quarantined<O>> {
         self.intervals.values().filter_map(|interval| match &interval.tenure {
             Tenure::Quarantined { owner, since, until } => {
@@ -482,7 +482,7 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         })
     }
 
-    /// Who holds exactly this block.
+    /// The owner of exactly this block.
     #[must_use]
     pub fn owner(&self, net: &IpNet) -> Option<&O> {
         match self.intervals.get(&net_bounds(net).0) {
@@ -491,7 +491,7 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         }
     }
 
-    /// Blocks by state; `avoid` as for [`Self::take`].
+    /// Counts blocks by state; `avoid` as for [`Self::take`].
     #[must_use]
     pub fn counts(&self, avoid: &[IpNet]) -> Counts {
         let mut counts = Counts { total: self.carvings.iter().map(Carving::blocks).sum(), ..Counts::default() };
@@ -517,16 +517,16 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         Block { net, owner, generation: self.generation }
     }
 
-    /// Intervals that share an address with `net`, by first address.
+    /// Intervals that overlap `net`, by first address.
     fn overlapping(&self, net: &IpNet) -> impl Iterator<Item = (u128, &Interval<O>)> {
         let (first, last) = net_bounds(net);
-        // Disjoint intervals: of those that begin before `net`, only the nearest can reach into it.
+        // Intervals are disjoint: of those that begin before `net`, only the nearest can overlap it.
         let before = self.intervals.range(..first).next_back().filter(move |(_, interval)| interval.last >= first);
         before.into_iter().chain(self.intervals.range(first..=last)).map(|(first, interval)| (*first, interval))
     }
 
-    /// The first block of the carving in this range of indices that meets neither an interval nor one of `avoid`.
-    /// Jumps over what is in the way, so the cost follows what is held and not the size of the CIDR.
+    /// The first block of the CIDR in this range of indices that overlaps neither an interval nor one of `avoid`. Skips
+    /// whole obstacles, so the cost depends on what is allocated and not on the size of the CIDR.
     fn first_free(&self, carving: &Carving, range: std::ops::Range<u64>, avoid: &[IpNet]) -> Option<(u64, IpNet)> {
         let mut index = range.start;
         while index < range.end {
@@ -538,14 +538,14 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
                 .max();
             match obstacle {
                 None => return Some((index, net)),
-                // The obstacle reaches into or past this block; `None` when it reaches past the end of the CIDR.
+                // The obstacle ends in or after this block; `None` if it extends past the end of the CIDR.
                 Some(last) => index = carving.index_of(last)? + 1,
             }
         }
         None
     }
 
-    /// Ranges of block indices, merged, that intervals of one kind cover at least in part.
+    /// Merged ranges of block indices that intervals of one kind cover at least in part.
     fn covered(&self, carving: &Carving, kind: impl Fn(&Tenure<O>) -> bool) -> Vec<(u64, u64)> {
         merge(
             self.overlapping(&carving.cidr)
@@ -576,7 +576,7 @@ fn covered_blocks(carving: &Carving, net: &IpNet) -> Option<(u64, u64)> {
     Some((carving.index_of(first.max(pool_first))?, carving.index_of(last.min(pool_last))?))
 }
 
-/// Joins ranges that touch or overlap, so that counting them counts each block once.
+/// Merges ranges that touch or overlap, so that each block is counted once.
 fn merge(mut ranges: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
     ranges.sort_unstable();
     let mut merged: Vec<(u64, u64)> = Vec::with_capacity(ranges.len());

@@ -1,6 +1,6 @@
 //! Addresses, blocks and ranges.
 //!
-//! Arithmetic is done on `u128`, so that one implementation serves both families; an IPv4 address is its 32 bits.
+//! Arithmetic uses `u128`, so that one implementation serves both families; an IPv4 address is its 32 bits.
 pub mod block;
 
 use ipnet::IpNet;
@@ -37,7 +37,7 @@ impl Family {
         }
     }
 
-    /// The length of an address in bits, which is the longest prefix.
+    /// The length of an address in bits, which is also the longest prefix.
     #[must_use]
     pub fn bits(self) -> u8 {
         match self {
@@ -46,8 +46,7 @@ impl Family {
         }
     }
 
-    /// The address with these bits. For IPv4 the upper 96 bits are zero in every value that this crate makes, and
-    /// are cut off.
+    /// The address with these bits. For IPv4 only the lower 32 bits are used; the others are zero.
     pub(crate) fn address(self, bits: u128) -> IpAddr {
         match self {
             #[expect(clippy::cast_possible_truncation, reason = "an IPv4 address is held in the lowest 32 bits")]
@@ -79,7 +78,7 @@ pub(crate) fn net_bounds(net: &IpNet) -> (u128, u128) {
     (address_bits(net.network()), address_bits(net.broadcast()))
 }
 
-/// Whether two CIDRs share an address. Aligned blocks overlap only when one holds the other.
+/// Whether two CIDRs overlap. Aligned CIDRs overlap only if one contains the other.
 #[must_use]
 pub fn overlaps(a: &IpNet, b: &IpNet) -> bool {
     a.contains(b) || b.contains(a)

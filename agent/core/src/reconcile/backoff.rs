@@ -1,13 +1,13 @@
 //! Exponential back-off with jitter.
 //!
-//! `now` is the time since some fixed moment on a monotonic clock; `draw` is a fresh random number.
+//! `now` is time on a monotonic clock with an arbitrary origin; `draw` is a fresh random number.
 
 use super::ErrorClass;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 use std::time::Duration;
 
-/// How delays grow.
+/// Growth of the delays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Backoff {
     /// Upper bound of the first delay.
@@ -23,8 +23,8 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// The delay after this many failures in a row (at least 1): between half of `base * 2^(failures-1)`, capped at
-    /// `max`, and all of it. The random half keeps many retries from falling on the same moment.
+    /// The delay after this many consecutive failures (at least 1): between half of `base * 2^(failures-1)`, capped at
+    /// `max`, and all of it. The random half avoids synchronised retries.
     #[must_use]
     pub fn delay(&self, failures: u32, draw: u64) -> Duration {
         let doublings = failures.saturating_sub(1).min(31);
@@ -34,22 +34,22 @@ impl Backoff {
     }
 }
 
-/// A share of `span`, from none of it to all of it, that follows from `draw`.
+/// A part of `span`, from none to all of it, derived from `draw`.
 fn spread(span: Duration, draw: u64) -> Duration {
     let nanos = span.as_nanos().saturating_mul(u128::from(draw)) / u128::from(u64::MAX);
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }
 
-/// When a key is tried again.
+/// When a key is retried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Retry {
     /// At this moment.
     At(Duration),
-    /// Not by itself: at the next full pass, or when its row changes.
+    /// Not on a timer: at the next full pass, or when its row changes.
     FullPass,
 }
 
-/// The keys that failed, and when each is tried again.
+/// The keys that failed, and when each is retried.
 #[derive(Debug, Clone)]
 pub struct Retries<K> {
     backoff: Backoff,
@@ -65,14 +65,14 @@ impl<K: Ord + Clone> Retries<K> {
         Self { backoff, failed: BTreeMap::new(), moments: BTreeMap::new() }
     }
 
-    /// Notes a failure and answers when the key is tried again. A permanent error is never tried fast; a throttled one
-    /// never before the other side allowed it.
+    /// Records a failure and returns when the key is retried. A permanent error gets no timer; a throttled one is not
+    /// retried before the server allows it.
     pub fn failed(&mut self, key: K, class: ErrorClass, now: Duration, draw: u64) -> Retry {
         let failures = self.failed.get(&key).map_or(0, |(failures, _)| *failures).saturating_add(1);
         let delay = self.backoff.delay(failures, draw);
         let retry = match class {
             ErrorClass::Transient | ErrorClass::Throttled { retry_after: None } => Retry::At(now.saturating_add(delay)),
-            // On top of what was asked for, some spread: other clients were throttled until the same moment.
+            // Add jitter to the requested delay: other clients were given the same one.
             ErrorClass::Throttled { retry_after: Some(silence) } => Retry::At(
                 now.saturating_add(silence)
                     .saturating_add(spread(self.backoff.base, draw))
@@ -88,7 +88,7 @@ impl<K: Ord + Clone> Retries<K> {
         retry
     }
 
-    /// Forgets the failures of a key: it succeeded, or its row changed so that another try is due at once.
+    /// Forgets the failures of a key: it succeeded, or its row changed so that a retry is due at once.
     pub fn reset(&mut self, key: &K) {
         let Some((_, Retry::At(at))) = self.failed.remove(key) else { return };
         if let Some(keys) = self.moments.get_mut(&at) {
@@ -114,7 +114,7 @@ impl<K: Ord + Clone> Retries<K> {
         self.moments.range((from, Bound::Unbounded)).next().map(|(at, _)| *at)
     }
 
-    /// How often in a row the key failed, and when it is tried again.
+    /// The number of consecutive failures of the key, and when it is retried.
     #[must_use]
     pub fn state(&self, key: &K) -> Option<(u32, Retry)> {
         self.failed.get(key).copied()
@@ -131,7 +131,7 @@ impl<K: Ord + Clone> Retries<K> {
         self.failed.len()
     }
 
-    /// Whether nothing has failed.
+    /// Whether no key has failed.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.failed.is_empty()
@@ -195,10 +195,10 @@ mod tests {
         let told = ErrorClass::Throttled { retry_after: Some(seconds(17)) };
         assert_eq!(retries.failed("a", told, seconds(100), 0), Retry::At(seconds(117)));
         assert_eq!(retries.failed("b", told, seconds(100), u64::MAX), Retry::At(seconds(118)));
-        // Told nothing: the back-off's own delay.
+        // No delay requested: the back-off's own applies.
         let silent = ErrorClass::Throttled { retry_after: None };
         assert_eq!(retries.failed("c", silent, seconds(100), u64::MAX), Retry::At(seconds(101)));
-        // A short wish does not undercut the back-off of a key that fails again and again.
+        // A short requested delay does not undercut the back-off of a key that keeps failing.
         for _ in 0..5 {
             retries.failed("d", ErrorClass::Transient, seconds(100), 0);
         }

@@ -1,24 +1,24 @@
-//! Desired against observed: how an error is classed, when to try again.
+//! Errors and retries of operations on a target.
 pub mod backoff;
 
 use std::time::Duration;
 
-/// How an error is treated by everything that retries (`architecture` decision 11).
+/// How retries treat an error (`architecture` decision 11).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorClass {
-    /// Likely to pass by itself: retried with exponential back-off and jitter.
+    /// Likely temporary: retried with exponential back-off and jitter.
     Transient,
-    /// The other side asked for silence; nothing is tried before `retry_after` has passed.
+    /// The server asked for a pause; nothing is tried before `retry_after` has passed.
     Throttled {
-        /// As told by the other side; without it the back-off's own delay counts.
+        /// As requested by the server; without it the back-off's own delay applies.
         retry_after: Option<Duration>,
     },
-    /// Will not pass without somebody acting: never enters the fast retry path, tried again at each full pass only.
+    /// Needs an administrator or another change: not retried on a timer, only at each full pass.
     Permanent,
 }
 
 /// An error that knows its class.
 pub trait Classify {
-    /// The class that decides about the next try.
+    /// The class, which decides about the next try.
     fn class(&self) -> ErrorClass;
 }

@@ -25,7 +25,7 @@ fn release_at_once(set: &mut BlockSet<String>, block: &Block<String>) {
 
 // case: ipam A1
 #[test]
-fn a_set_is_drained_in_ascending_order_and_then_says_what_became_of_its_blocks() {
+fn a_set_is_exhausted_in_ascending_order_and_then_reports_its_counts() {
     let mut set = carved(&["172.22.0.0/20"], 26);
     let blocks: Vec<IpNet> = (0..64).map(|_| set.take("n".to_owned(), &[]).unwrap().net).collect();
     assert!(blocks.is_sorted());
@@ -37,7 +37,7 @@ fn a_set_is_drained_in_ascending_order_and_then_says_what_became_of_its_blocks()
 
 // case: ipam A2
 #[test]
-fn a_block_just_freed_is_used_again_last() {
+fn a_released_block_is_reused_last() {
     let mut set = carved(&["10.77.0.0/22"], 24);
     let first = set.take("a".to_owned(), &[]).unwrap();
     take(&mut set);
@@ -49,7 +49,7 @@ fn a_block_just_freed_is_used_again_last() {
 
 // case: ipam A3
 #[test]
-fn a_claimed_block_is_given_to_nobody_and_claims_do_not_move_the_cursor() {
+fn a_claimed_block_is_not_allocated_and_claims_do_not_move_the_cursor() {
     let mut set = carved(&["10.77.0.0/22"], 24);
     set.claim(&[net("10.77.2.0/24")], &"claimant".to_owned()).unwrap();
     let next: Vec<_> = (0..4).map(|_| take(&mut set)).collect();
@@ -69,7 +69,7 @@ fn claiming_twice_counts_once_and_releasing_once_frees() {
     release_at_once(&mut set, &first[0]);
     assert_eq!((set.counts(&[]).held, set.counts(&[]).free()), (0, 4));
     assert!(set.claim(&claim, &"b".to_owned()).is_ok());
-    // The proof of the first holding is worth nothing any more, for the same owner neither.
+    // The proof of the first allocation is stale, for the same owner too.
     assert_eq!(set.release(&first[0], at(0), at(0)), Err(NotHeld { net: claim[0], generation: first[0].generation }));
     assert_eq!(set.owner(&claim[0]), Some(&"b".to_owned()));
 }
@@ -152,7 +152,7 @@ fn a_huge_set_costs_what_is_held_and_not_what_is_free() {
 }
 
 #[test]
-fn a_freed_block_rests_and_only_its_last_owner_may_claim_it_back() {
+fn a_released_block_is_quarantined_and_only_its_last_owner_may_claim_it() {
     let mut set = carved(&["10.77.0.0/23"], 24);
     let block = set.take("a".to_owned(), &[]).unwrap();
     set.release(&block, at(10), at(70)).unwrap();
@@ -170,7 +170,7 @@ fn a_freed_block_rests_and_only_its_last_owner_may_claim_it_back() {
 }
 
 #[test]
-fn a_recorded_quarantine_gives_way_to_a_holder() {
+fn a_recorded_quarantine_does_not_replace_an_owner() {
     let mut set = carved(&["10.77.0.0/23"], 24);
     let entry = |text: &str| Quarantined { net: net(text), owner: "a".to_owned(), since: at(0), until: at(60) };
     set.claim(&[net("10.77.0.0/24")], &"b".to_owned()).unwrap();
@@ -181,14 +181,14 @@ fn a_recorded_quarantine_gives_way_to_a_holder() {
 }
 
 #[test]
-fn blocks_of_the_former_size_are_honoured_and_passed_over() {
+fn blocks_of_the_former_size_are_accepted_and_skipped() {
     let mut set = carved(&["10.77.0.0/22"], 24);
     set.honour(vec![Carving::new(net("10.77.0.0/22"), 26).unwrap()]);
     let owner = "old".to_owned();
     set.claim(&[net("10.77.0.64/26"), net("10.77.0.128/26"), net("10.77.2.0/26")], &owner).unwrap();
     assert_eq!(set.counts(&[]), Counts { total: 4, held: 2, quarantined: 0, kept_back: 0 });
     assert_eq!(take(&mut set).as_deref(), Some("10.77.1.0/24"));
-    // One block meets a legacy claim in part, the other is listed by somebody.
+    // One block overlaps a legacy claim in part, the other is listed by another node.
     assert_eq!(set.take(owner.clone(), &[net("10.77.3.128/25")]), Err(Exhausted(set.counts(&[net("10.77.3.128/25")]))));
     assert_eq!(set.counts(&[net("10.77.3.128/25")]).kept_back, 1);
     assert_eq!(take(&mut set).as_deref(), Some("10.77.3.0/24"));
