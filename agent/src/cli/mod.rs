@@ -1,4 +1,4 @@
-//! The commands that ask a running agent, and print what it answers for people or as JSON.
+//! Commands that query a running agent and print its answer, human-readable or as JSON.
 
 mod print;
 
@@ -12,85 +12,85 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Where to ask, and how to print.
+/// Common arguments.
 #[derive(Debug, Clone, Args)]
 pub struct Ask {
     /// Socket of the agent
     #[arg(long, env = "CISTERN_SOCKET_PATH", default_value = SOCKET_PATH, value_name = "PATH")]
     pub socket_path: PathBuf,
-    /// `text` for people, `json` for programs
+    /// `text` is human-readable, `json` machine-readable
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
     pub output: Output,
 }
 
-/// Form of what is printed.
+/// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Output {
     /// Aligned columns.
     Text,
-    /// The answer of the agent as it came.
+    /// The agent's answer, unchanged.
     Json,
 }
 
 /// `cistern ip`
 #[derive(Debug, Clone, Subcommand)]
 pub enum IpCommand {
-    /// Every address of this node that is not free: who holds it, since when, and until when it is kept back
+    /// Addresses of this node that are not free: owner, time of allocation, and end of quarantine
     List,
 }
 
 /// `cistern bpf`
 #[derive(Debug, Clone, Subcommand)]
 pub enum BpfCommand {
-    /// Destinations that pods reach under their own address, each with the reason
+    /// Destinations to which pod traffic is not masqueraded, each with the reason
     Ipmasq {
-        /// What to do
+        /// Subcommand
         #[command(subcommand)]
         command: ListCommand,
     },
-    /// Translated flows: pod, remote, external port, protocol, state, age, idle time, device
+    /// Masqueraded flows: pod, remote, external port, protocol, state, age, idle time, device
     Snat {
-        /// What to do
+        /// Subcommand
         #[command(subcommand)]
         command: ListCommand,
     },
-    /// Pods of this node as the kernel programs know them
+    /// Pods of this node, as in the kernel programs' endpoint map
     Endpoint {
-        /// What to do
+        /// Subcommand
         #[command(subcommand)]
         command: ListCommand,
     },
-    /// Counters of the kernel programs: what was translated, what passed, and why
+    /// Counters of the kernel programs: packets translated, passed and dropped, by reason
     Counters {
-        /// What to do
+        /// Subcommand
         #[command(subcommand)]
         command: ListCommand,
     },
 }
 
-/// The one verb of a map.
+/// The subcommand of a map.
 #[derive(Debug, Clone, Copy, Subcommand)]
 pub enum ListCommand {
-    /// Prints the rows
+    /// List the rows
     List,
 }
 
 /// `cistern explain`
 #[derive(Debug, Clone, Subcommand)]
 pub enum ExplainCommand {
-    /// Who holds an address, since when, from which block; or why it is not free, or whose it is instead
+    /// Allocation of an address: owner, time and pod CIDR; otherwise why it is not free, or which node or pod has it
     Ip {
         /// The address
         #[arg(value_name = "IP")]
         address: IpAddr,
     },
-    /// What a node waits for, since when, and the next try; where its blocks come from; what its CiliumNode says
+    /// What a node is waiting for, since when, and when it retries; the source of its pod CIDRs; its CiliumNode
     Node {
-        /// Name of the node; without it, the node of the agent that is asked
+        /// Name of the node; default: the node of the queried agent
         #[arg(value_name = "NAME", value_parser = node_name)]
         name: Option<String>,
     },
-    /// What happens to a packet that a pod sends: masqueraded or not, by which rule, and why
+    /// Treatment of a packet from a pod: masqueraded or not, by which rule, and why
     Masquerade {
         /// Address of the pod, with or without `:PORT`
         #[arg(long, value_name = "IP[:PORT]")]
@@ -104,7 +104,7 @@ pub enum ExplainCommand {
     },
 }
 
-/// The characters that names of Nodes are made of: what is asked for becomes a part of a path.
+/// Accepts the characters of Node names, because the name becomes part of a URL path.
 fn node_name(text: &str) -> Result<String, String> {
     let allowed = |letter: char| letter.is_ascii_lowercase() || letter.is_ascii_digit() || "-.".contains(letter);
     if !text.is_empty() && text.chars().all(allowed) {
@@ -150,7 +150,7 @@ pub enum CliError {
     Json(#[from] serde_json::Error),
 }
 
-/// Long enough for an agent that is busy, short enough for a person.
+/// Long enough for a busy agent, short enough for an interactive command.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Ask {
@@ -172,7 +172,7 @@ impl Ask {
     }
 }
 
-/// `cistern status`. Answers whether the node is ready, for the exit code.
+/// `cistern status`. Returns whether the node is ready, for the exit code.
 ///
 /// # Errors
 /// See [`CliError`].

@@ -1,4 +1,4 @@
-//! Answers as text for people.
+//! Human-readable output.
 
 use crate::api::types::{
     AddressExplanation, ExplainMasqueradeRequest, ExplainMasqueradeResponse, IpReport, NodeReply, Status, WaitReport,
@@ -6,7 +6,7 @@ use crate::api::types::{
 use serde_json::Value;
 use std::fmt::Write;
 
-/// Columns as wide as their widest cell, separated by two spaces.
+/// Left-aligned columns, as wide as their widest cell, separated by two spaces.
 fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     let mut widths: Vec<usize> = header.iter().map(|cell| cell.len()).collect();
     for row in rows {
@@ -78,10 +78,10 @@ pub(super) fn status(status: &Status) -> String {
         field("", &format!("problem: {problem}"));
     }
     if let Some(leader) = &status.leader_election {
-        let holder = leader.holder.as_deref().unwrap_or("nobody");
+        let holder = leader.holder.as_deref().unwrap_or("none");
         field(
             "Operator:",
-            &if leader.leading { format!("leads as {}", leader.identity) } else { format!("{holder} leads") },
+            &if leader.leading { format!("leader, as {}", leader.identity) } else { format!("leader is {holder}") },
         );
     }
     for (index, node) in status.nodes.iter().enumerate() {
@@ -104,7 +104,7 @@ pub(super) fn status(status: &Status) -> String {
     }
     for reconciler in status.reconcilers.iter().filter(|reconciler| !reconciler.failing.is_empty()) {
         for row in &reconciler.failing {
-            let next = row.next_try.as_deref().unwrap_or("at the next full pass");
+            let next = row.next_try.as_deref().unwrap_or("at the next full sync");
             field(
                 "Failing:",
                 &format!("{} {}: {} ({} tries, next {next})", reconciler.name, row.key, row.error, row.attempts),
@@ -173,11 +173,11 @@ pub(super) fn node(answer: &NodeReply) -> String {
     let explained = &answer.explanation;
     let mut text = format!("{}: {}\n", explained.node, explained.state);
     let mut field = |name: &str, value: &str| {
-        let _ = writeln!(text, "  {name:<11} {value}");
+        let _ = writeln!(text, "  {name:<12} {value}");
     };
     field("why:", &explained.why);
     if answer.source != "api" {
-        field("source:", "the API server was not reached since the start; this was known before");
+        field("source:", "cached from the previous run: the API server has not been reached since startup");
     }
     for address in &answer.addresses {
         field("address:", &address.to_string());
@@ -200,7 +200,7 @@ pub(super) fn node(answer: &NodeReply) -> String {
         let used = format!("{} of {} used, {} in quarantine", counts.used, counts.capacity, counts.quarantined);
         field("pod CIDR:", &format!("{} ({used})", or_dash(own.pod_cidr.as_ref())));
         for wait in &own.waits {
-            field("waits for:", &format!("{}: {} ({})", wait.name, wait.reason, since_and_next(wait)));
+            field("waiting for:", &format!("{}: {} ({})", wait.name, wait.reason, since_and_next(wait)));
         }
     }
     text

@@ -1,7 +1,8 @@
-//! A file that somebody else writes and that is followed while the agent runs.
+//! Watches a file that another program writes.
 //!
-//! The directory is watched, not the file: a mounted ConfigMap swaps a symbolic link beside it. Because a directory can
-//! appear, vanish or lie on a file system without events, the file is also read again every [`POLL`].
+//! The directory is watched, not the file: a mounted ConfigMap is updated by swapping a symbolic link beside it.
+//! Because a directory can be created or removed, or be on a file system without events, the file is also polled every
+//! [`POLL`].
 
 use crate::tables::Table;
 use crate::tables::rows::FileContent;
@@ -13,13 +14,13 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Events within this time after the first are one change, so that a half-written file is rarely seen.
+/// Events within this time after the first are handled as one change, so that a half-written file is rarely read.
 pub const DEBOUNCE: Duration = Duration::from_millis(200);
 
-/// Without any event the file is read again this often.
+/// Polling interval in the absence of events.
 pub const POLL: Duration = Duration::from_secs(30);
 
-/// More is no configuration file.
+/// Larger files are not read.
 const LARGEST: u64 = 4 << 20;
 
 /// Reads the file now.
@@ -46,7 +47,7 @@ pub async fn follow(path: PathBuf, table: Arc<Table<(), FileContent>>) {
     let directory = path.parent().map_or_else(|| PathBuf::from("."), Path::to_path_buf);
     let mut watcher: Option<notify::RecommendedWatcher> = None;
     loop {
-        // The watch is there before the file is read: a change in between is seen.
+        // Watch before reading, so that no change is missed.
         if watcher.is_none() {
             watcher = watch(&directory, events.clone());
         }
@@ -63,9 +64,9 @@ pub async fn follow(path: PathBuf, table: Arc<Table<(), FileContent>>) {
 
 fn watch(directory: &Path, events: mpsc::Sender<()>) -> Option<notify::RecommendedWatcher> {
     let mut watcher = notify::recommended_watcher(move |event: notify::Result<notify::Event>| {
-        // Reading the file is itself an access event; only what changes it counts.
+        // Reading the file causes access events; only modifications count.
         if event.is_ok_and(|event| !event.kind.is_access()) {
-            // A full channel already says that something changed.
+            // A full channel already signals a change.
             let _ = events.try_send(());
         }
     })
@@ -92,7 +93,7 @@ mod tests {
         let task = tokio::spawn(follow(path.clone(), Arc::clone(&table)));
         assert_eq!(next(&mut reader).await, FileContent::Absent);
 
-        // As kubelet does it: a directory of its own, and a link that is swapped by rename.
+        // As kubelet does it: a directory per version, and a link that is swapped by rename.
         std::fs::create_dir(dir.path().join("..v1")).unwrap();
         std::fs::write(dir.path().join("..v1/ip-masq-agent"), "one").unwrap();
         std::os::unix::fs::symlink("..v1/ip-masq-agent", &path).unwrap();
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_in_place_of_the_file_is_unreadable() {
+    fn a_directory_instead_of_the_file_is_unreadable() {
         let dir = tempfile::tempdir().unwrap();
         assert!(matches!(read(dir.path()), FileContent::Unreadable(_)));
         assert_eq!(read(&dir.path().join("none")), FileContent::Absent);

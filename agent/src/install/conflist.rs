@@ -1,19 +1,19 @@
-//! The network configuration in the directory that the container runtime watches.
+//! The CNI network configuration in the directory that the container runtime watches.
 
 use super::{InstallError, bring_back, list, remove as remove_file, replace, set_aside};
 use cistern_core::cni::conflist::is_configuration;
 use std::fs;
 use std::path::Path;
 
-/// Makes `path` hold `text`, and with `exclusive` nothing else in its directory be a configuration. Answers whether
+/// Writes `text` to `path`, and with `exclusive` renames all other configurations in its directory. Returns whether
 /// anything changed.
 ///
 /// # Errors
-/// What the file system refused. A configuration that was there stays in force.
+/// An I/O error. The previous configuration stays in force.
 pub fn put(path: &Path, text: &str, exclusive: bool) -> Result<bool, InstallError> {
     let mut changed = false;
     if fs::read_to_string(path).ok().as_deref() != Some(text) {
-        // For the runtime and root alone, as security benchmarks ask for.
+        // Readable by root only, as the CIS Kubernetes benchmark requires.
         replace(path, text.as_bytes(), 0o600)?;
         changed = true;
     }
@@ -21,7 +21,7 @@ pub fn put(path: &Path, text: &str, exclusive: bool) -> Result<bool, InstallErro
         let is_foreign = |other: &Path| {
             other != path && other.file_name().and_then(|name| name.to_str()).is_some_and(is_configuration)
         };
-        // Ours is in force before theirs goes: a runtime without any configuration reports its node as not ready.
+        // Write ours before renaming the others: a runtime without any configuration reports its node as not ready.
         for other in list(directory)?.iter().filter(|other| is_foreign(other)) {
             tracing::info!(path = %other.display(), "network configuration of another plugin set aside (cni-exclusive)");
             set_aside(other)?;
@@ -31,10 +31,10 @@ pub fn put(path: &Path, text: &str, exclusive: bool) -> Result<bool, InstallErro
     Ok(changed)
 }
 
-/// Brings back what was set aside, then takes ours away.
+/// Restores what was set aside, then removes our configuration.
 ///
 /// # Errors
-/// What the file system refused.
+/// An I/O error.
 pub fn remove(path: &Path) -> Result<(), InstallError> {
     if let Some(directory) = path.parent() {
         bring_back(directory)?;
@@ -63,7 +63,7 @@ mod tests {
         let aside =
             ["05-cistern.conflist", "10-kindnet.conflist.cistern_bak", "99-loopback.conf.cistern_bak", "README"];
         assert_eq!(names(directory), aside);
-        // The other one's agent writes again: set aside again.
+        // The other plugin's agent writes its configuration again: set aside again.
         fs::write(directory.join("10-kindnet.conflist"), "anew").unwrap();
         assert!(put(&ours, "{}", true).unwrap());
         assert_eq!(names(directory), aside);
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn others_stay_unless_ours_is_exclusive() {
+    fn others_remain_unless_ours_is_exclusive() {
         let host = tempfile::tempdir().unwrap();
         fs::write(host.path().join("10-other.conf"), "{}").unwrap();
         put(&host.path().join("05-cistern.conflist"), "{}", false).unwrap();

@@ -1,4 +1,4 @@
-//! What the kernel of a node has to have before the agent starts. It needs rights that the agent itself has not.
+//! Kernel prerequisites of the agent. Setting them up requires privileges that the agent itself does not have.
 
 use super::{InstallError, failed};
 use nix::mount::{MsFlags, mount};
@@ -9,13 +9,13 @@ use std::path::Path;
 /// `BPF_FS_MAGIC` of `linux/magic.h`.
 const BPF_FS_MAGIC: i64 = 0xcafe_4a11;
 
-/// Settings below `/proc/sys` that pods cannot do without, each with its value: the node passes their packets on.
+/// Sysctls that pods depend on, with their values: the node forwards their packets.
 const SYSCTLS: [(&str, &str); 1] = [("net/ipv4/ip_forward", "1")];
 
-/// Mounts bpffs unless it is mounted. Answers whether it was done.
+/// Mounts bpffs unless it is mounted. Returns whether it was mounted by this call.
 ///
 /// # Errors
-/// What the kernel refused.
+/// An error from the kernel.
 pub fn mount_bpffs(path: &Path) -> Result<bool, InstallError> {
     fs::create_dir_all(path).map_err(failed("create", path))?;
     let kind = statfs(path).map_err(|errno| failed("look at", path)(errno.into()))?.filesystem_type();
@@ -28,10 +28,10 @@ pub fn mount_bpffs(path: &Path) -> Result<bool, InstallError> {
     Ok(true)
 }
 
-/// Sets what is not set yet, below `root` (`/proc/sys`). Answers the names of what was changed.
+/// Sets the sysctls that have another value, below `root` (`/proc/sys`). Returns the names of those changed.
 ///
 /// # Errors
-/// What the kernel refused.
+/// An error from the kernel.
 pub fn set_sysctls(root: &Path) -> Result<Vec<&'static str>, InstallError> {
     let mut changed = Vec::new();
     for (name, value) in SYSCTLS {
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_set_already_is_left_alone() {
+    fn values_already_set_are_not_written() {
         let root = tempfile::tempdir().unwrap();
         let file = root.path().join("net/ipv4/ip_forward");
         fs::create_dir_all(file.parent().unwrap()).unwrap();

@@ -1,8 +1,8 @@
-//! What is put on the host besides the agent: the CNI plugin, the network configuration, bpffs and forwarding; and how
-//! it is taken away.
+//! Installation on the host of what the agent depends on: the CNI plugin, the network configuration, bpffs and
+//! forwarding; and their removal.
 //!
-//! Files are put into place by rename, so that a runtime sees the old or the new one and never half of it. What was there
-//! and is not ours is set aside under another name, and comes back with [`conflist::remove`] and [`plugin::remove`].
+//! Files are replaced by rename, so that a runtime reads either the old or the new one. A foreign file in their place
+//! is set aside under another name, and restored by [`conflist::remove`] and [`plugin::remove`].
 
 pub mod conflist;
 pub mod kernel;
@@ -15,13 +15,13 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// A step on the host that failed; what was there before is still there.
+/// An installation step that failed; the previous state is unchanged.
 #[derive(Debug, thiserror::Error)]
 #[error("{action} {path}: {source}")]
 pub struct InstallError {
     /// `write`, `rename`, `mount bpffs on` …
     pub action: &'static str,
-    /// Which file or directory.
+    /// The file or directory.
     pub path: PathBuf,
     /// The reason.
     pub source: io::Error,
@@ -39,22 +39,22 @@ fn beside(path: &Path, before: &str, after: &str) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Writes a file under another name, on the disk, and renames it into place.
+/// Writes a file under a temporary name, syncs it, and renames it into place.
 fn replace(path: &Path, content: &[u8], mode: u32) -> Result<(), InstallError> {
     let temporary = beside(path, ".", ".new");
     fs::write(&temporary, content).map_err(failed("write", &temporary))?;
     fs::set_permissions(&temporary, fs::Permissions::from_mode(mode)).map_err(failed("write", &temporary))?;
-    // A plugin or a configuration of no bytes after a power cut would keep every pod from starting.
+    // After a power loss, an empty plugin or configuration would prevent every pod from starting.
     fs::File::open(&temporary).and_then(|file| file.sync_all()).map_err(failed("write", &temporary))?;
     fs::rename(&temporary, path).map_err(failed("rename", &temporary))
 }
 
-/// Renames a file of somebody else's so that nobody reads it.
+/// Renames a foreign file so that it is ignored.
 fn set_aside(path: &Path) -> Result<(), InstallError> {
     fs::rename(path, beside(path, "", SET_ASIDE)).map_err(failed("set aside", path))
 }
 
-/// Undoes every [`set_aside`] of a directory. A file that has come back by itself since is newer and stays.
+/// Undoes every [`set_aside`] in a directory. A file that was recreated since is newer and stays.
 fn bring_back(directory: &Path) -> Result<(), InstallError> {
     for path in list(directory)? {
         let Some(name) = path.to_str().and_then(|text| text.strip_suffix(SET_ASIDE)).map(PathBuf::from) else {
@@ -63,7 +63,7 @@ fn bring_back(directory: &Path) -> Result<(), InstallError> {
         if name.exists() {
             remove(&path)?;
         } else {
-            fs::rename(&path, &name).map_err(failed("bring back", &path))?;
+            fs::rename(&path, &name).map_err(failed("restore", &path))?;
         }
     }
     Ok(())
@@ -81,7 +81,7 @@ fn list(directory: &Path) -> Result<Vec<PathBuf>, InstallError> {
     }
 }
 
-/// Removes a file; one that is not there is fine.
+/// Removes a file, if it exists.
 fn remove(path: &Path) -> Result<(), InstallError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(failed("remove", path)(error)),

@@ -1,4 +1,4 @@
-//! The CNI plugin in the host's directory of plugins.
+//! The CNI plugin in the host's plugin directory.
 
 use super::{InstallError, bring_back, failed, remove as remove_file, replace, set_aside};
 use cistern_core::cni::conflist::{ALIAS, PLUGIN, PORTMAP};
@@ -6,10 +6,11 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-/// Copies `source` to `directory/cistern-cni` and makes `cilium-cni` lead to it. A `cilium-cni` of Cilium's is set aside.
+/// Copies `source` to `directory/cistern-cni` and makes `cilium-cni` a link to it. Cilium's own `cilium-cni` is set
+/// aside.
 ///
 /// # Errors
-/// What the file system refused; a plugin that was there is there.
+/// An I/O error; an installed plugin is unchanged.
 pub fn install(source: &Path, directory: &Path) -> Result<(), InstallError> {
     fs::create_dir_all(directory).map_err(failed("create", directory))?;
     let content = fs::read(source).map_err(failed("read", source))?;
@@ -28,10 +29,10 @@ fn leads_to_us(alias: &Path) -> bool {
     fs::read_link(alias).is_ok_and(|target| target == Path::new(PLUGIN))
 }
 
-/// Takes the plugin away, and brings back what was set aside for it.
+/// Removes the plugin, and restores what was set aside for it.
 ///
 /// # Errors
-/// What the file system refused.
+/// An I/O error.
 pub fn remove(directory: &Path) -> Result<(), InstallError> {
     let alias = directory.join(ALIAS);
     if leads_to_us(&alias) {
@@ -41,7 +42,7 @@ pub fn remove(directory: &Path) -> Result<(), InstallError> {
     bring_back(directory)
 }
 
-/// Whether the plugin that serves hostPorts is there.
+/// Whether the plugin that implements hostPort is installed.
 #[must_use]
 pub fn has_portmap(directory: &Path) -> bool {
     directory.join(PORTMAP).exists()
@@ -53,14 +54,14 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn the_plugin_is_replaced_whole_and_goes_without_a_trace() {
+    fn the_plugin_is_replaced_atomically_and_removed_without_remains() {
         let host = tempfile::tempdir().unwrap();
         let (source, directory) = (host.path().join("source"), host.path().join("opt/cni/bin"));
         fs::write(&source, "one").unwrap();
         install(&source, &directory).unwrap();
         let plugin = directory.join("cistern-cni");
         assert_eq!(fs::metadata(&plugin).unwrap().permissions().mode() & 0o777, 0o755);
-        // A running plugin keeps its file; the next call runs the new one.
+        // A running plugin keeps its file open; the next call runs the new one.
         let running = fs::File::open(&plugin).unwrap();
         fs::write(&source, "two, longer").unwrap();
         install(&source, &directory).unwrap();
@@ -73,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plugin_of_cilium_is_set_aside_and_comes_back() {
+    fn cilium_s_plugin_is_set_aside_and_restored() {
         let host = tempfile::tempdir().unwrap();
         let source = host.path().join("source");
         fs::write(&source, "ours").unwrap();
