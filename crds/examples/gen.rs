@@ -1,4 +1,4 @@
-//! Writes the YAML of every definition into the folder that is the first argument; without one, beside this package's
+//! Writes the YAML of every definition into the folder given as the first argument, by default beside this package's
 //! `Cargo.toml`, where it is committed.
 
 use std::error::Error;

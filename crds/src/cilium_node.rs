@@ -1,4 +1,4 @@
-//! `CiliumNode`: what each node is given, what it holds and how it is reached. Cluster-scoped, named like its Node.
+//! `CiliumNode`: addresses and IPAM state of a node. Cluster-scoped, named like its Node.
 
 use kube::CustomResource;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
@@ -7,10 +7,10 @@ use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-/// What is asked of the node and what it is given.
+/// Requested and assigned configuration of the node.
 ///
-/// Who writes what depends on the IPAM mode; each field names its writer. A CiliumNode is owned by its Node: the
-/// operator deletes it when the Node is gone, and a live agent whose object was deleted writes it again.
+/// Which component writes a field depends on the IPAM mode; each field names its writer. A CiliumNode is owned by its
+/// Node: the operator deletes it when the Node is gone, and a running agent recreates its object if it is deleted.
 #[derive(CustomResource, Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[kube(
     group = "cilium.io",
@@ -23,76 +23,76 @@ use std::collections::BTreeMap;
     category = "cilium",
     status = "CiliumNodeStatus",
     derive = "PartialEq",
-    doc = "A node: the addresses it is reached under, the addresses it may give to pods, and what became of them.",
+    doc = "A node's addresses, and the state of its IPAM.",
     printcolumn(
         name = "CiliumInternalIP",
         type_ = "string",
-        description = "Address of the node inside its pod CIDR: the router that pods use",
+        description = "Router address: the node's address in its pod CIDR, the gateway of its pods",
         json_path = r#".spec.addresses[?(@.type=="CiliumInternalIP")].ip"#
     ),
     printcolumn(
         name = "InternalIP",
         type_ = "string",
-        description = "Address of the node in the cluster's network",
+        description = "Internal IP address of the node",
         json_path = r#".spec.addresses[?(@.type=="InternalIP")].ip"#
     ),
     printcolumn(
         name = "PodCIDRs",
         type_ = "string",
-        description = "Blocks the node gives addresses from",
+        description = "Pod CIDRs of the node",
         json_path = ".spec.ipam.podCIDRs"
     ),
     printcolumn(
         name = "Error",
         type_ = "string",
-        description = "What the operator could not do for this node",
+        description = "Last error of the operator for this node",
         json_path = ".status.ipam.operator-status.error",
         priority = "1"
     ),
     printcolumn(
         name = "Age",
         type_ = "date",
-        description = "Time since the object was made",
+        description = "Time since creation",
         json_path = ".metadata.creationTimestamp"
     )
 )]
 #[serde(rename_all = "kebab-case")]
 pub struct CiliumNodeSpec {
-    /// Identifier of the machine at its cloud provider. Azure: the provider ID without `azure://`, in lower case.
+    /// Instance ID of the machine at its cloud provider. Azure: the provider ID without `azure://`, in lower case.
     /// Written by the agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance_id: Option<String>,
 
-    /// Identifier that the kernel made at the last boot. Written by the agent.
+    /// The kernel's boot ID (`/proc/sys/kernel/random/boot_id`). Written by the agent.
     #[serde(default, rename = "bootid", skip_serializing_if = "Option::is_none")]
     pub boot_id: Option<String>,
 
-    /// Every address of the node, with its type. Written by the agent, from the Node; `CiliumInternalIP` is the router
-    /// address it chose, and the one it takes again after a restart.
+    /// All addresses of the node, with their types. Written by the agent, from the Node; `CiliumInternalIP` is the
+    /// router address that the agent allocated, and reuses after a restart.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<NodeAddress>,
 
-    /// Addresses of Cilium's health endpoint. Cistern has none and keeps the field as it is.
+    /// Addresses of Cilium's health endpoint. Not used by Cistern, which preserves the field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub health: Option<EndpointAddresses>,
 
-    /// Addresses of Cilium's ingress listener. Cistern has none and keeps the field as it is.
+    /// Addresses of Cilium's ingress listener. Not used by Cistern, which preserves the field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ingress: Option<EndpointAddresses>,
 
-    /// Encryption of traffic between nodes. Cistern has none and keeps the field as it is.
+    /// Encryption of traffic between nodes. Not used by Cistern, which preserves the field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encryption: Option<EncryptionSpec>,
 
-    /// What is asked and given in addresses.
+    /// IPAM configuration and assignments.
     #[serde(default, skip_serializing_if = "IpamSpec::is_empty")]
     pub ipam: IpamSpec,
 
-    /// Mode `azure` alone.
+    /// Mode `azure` only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub azure: Option<AzureSpec>,
 
-    /// Fields of other versions and other clouds (`eni`, `alibaba-cloud`, …), kept as they are.
+    /// Fields of other versions and other clouds (`eni`, `alibaba-cloud`, …), preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
@@ -108,12 +108,12 @@ pub struct NodeAddress {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub ip: String,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// Addresses of an endpoint that belongs to the node itself, one per family.
+/// Addresses of an endpoint of the node itself, one per family.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct EndpointAddresses {
     /// The IPv4 address.
@@ -124,7 +124,7 @@ pub struct EndpointAddresses {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ipv6: Option<String>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
@@ -132,127 +132,128 @@ pub struct EndpointAddresses {
 /// Encryption of traffic between nodes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct EncryptionSpec {
-    /// Index of the key in use; 0 when nothing is encrypted.
+    /// Index of the key in use; 0 if nothing is encrypted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<i64>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// What is asked and given in addresses.
+/// IPAM configuration and assignments.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct IpamSpec {
-    /// Modes `crd` and `azure`: the IPv4 addresses that the node may hand out. An address in use stays in here and
-    /// appears in `status.ipam.used` as well. Written by the operator or, in `crd`, by anyone.
+    /// Modes `crd` and `azure`: the IPv4 addresses that the node may allocate. An address in use remains in here and is
+    /// listed in `status.ipam.used` as well. Written by the operator or, in mode `crd`, by any client.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub pool: BTreeMap<String, AllocationIp>,
 
-    /// The same for IPv6.
+    /// As `pool`, for IPv6.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub ipv6_pool: BTreeMap<String, AllocationIp>,
 
-    /// Modes `cluster-pool` (written by the operator) and `kubernetes` (written by the agent, from the Node): the blocks
-    /// the node gives addresses from. At most one per family, IPv4 first.
+    /// The node's pod CIDRs. Written by the operator in mode `cluster-pool`, by the agent from the Node in mode
+    /// `kubernetes`.
+    /// At most one per family, IPv4 first.
     #[serde(default, rename = "podCIDRs", skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "cidr_list")]
     pub pod_cidrs: Vec<String>,
 
-    /// Mode `multi-pool`: what the node asks of each pool and what it has from it.
+    /// Mode `multi-pool`: what the node requests and has from each pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pools: Option<IpamPools>,
 
-    /// Least number of addresses, in use or free, that the node has attached from the start.
+    /// Minimum number of addresses, in use or free, that are attached to the node from the start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub min_allocate: Option<i64>,
 
-    /// Most addresses that the node ever has attached. 0: as many as the machine allows.
+    /// Maximum number of addresses attached to the node. 0: the limit of the machine type.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub max_allocate: Option<i64>,
 
-    /// Free addresses that are kept ready. 0 stands for 8, and the operator writes the 8.
+    /// Number of free addresses to keep available. 0 means 8, and the operator writes the 8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub pre_allocate: Option<i64>,
 
-    /// Addresses beyond what is needed that are taken in one go, to spare calls of the cloud's API; also the surplus that
-    /// is kept before any is given back.
+    /// Number of addresses to attach beyond what is needed, to save calls of the cloud's API; also the surplus that is
+    /// kept before addresses are released.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub max_above_watermark: Option<i64>,
 
-    /// Tags that a public address or prefix must carry to be given to the node.
+    /// Tags that a public address or prefix must have to be assigned to the node.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub static_ip_tags: BTreeMap<String, String>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
 impl IpamSpec {
-    /// Whether nothing is set: then the field is left out, so that an apply does not claim it.
+    /// Whether nothing is set. The field is omitted then, so that an apply does not own it.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// An address that may be handed out, or that is in use.
+/// An address that may be allocated, or that is in use.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct AllocationIp {
-    /// In `status.ipam.used`: who holds it (`namespace/pod`, `router`). In `spec.ipam.pool`: empty, but in mode `crd` a
-    /// name reserves the address for its bearer.
+    /// In `status.ipam.used`: the owner (`namespace/pod`, `router`). In `spec.ipam.pool`: empty, except in mode `crd`,
+    /// where a name reserves the address for that owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<String>,
 
-    /// What the address is attached to, as the cloud names it: the ID of the network interface.
+    /// The cloud's resource that the address is attached to: the ID of the network interface.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resource: Option<String>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// Mode `multi-pool`: what the node asks of each pool and what it has from it.
+/// Mode `multi-pool`: what the node requests and has from each pool.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct IpamPools {
-    /// Addresses wanted from each pool. Written by the agent alone, sorted by pool; a pool of which nothing is wanted is
-    /// left out.
+    /// Addresses requested from each pool. Written by the agent only, sorted by pool; pools without a request are
+    /// omitted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub requested: Vec<IpamPoolRequest>,
 
-    /// Blocks given from each pool. The operator adds, the agent takes away what it gave up. Sorted by pool.
+    /// Pod CIDRs allocated from each pool. The operator adds, the agent removes what it releases. Sorted by pool.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allocated: Vec<IpamPoolAllocation>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// Addresses wanted from one pool.
+/// Addresses requested from one pool.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct IpamPoolRequest {
     /// Name of the pool.
     #[schemars(length(min = 1))]
     pub pool: String,
 
-    /// How many addresses.
+    /// Number of addresses.
     #[serde(default)]
     pub needed: IpamDemand,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// A number of addresses per family: the whole number wanted, not a difference.
+/// A number of addresses per family: the total, not a difference.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct IpamDemand {
@@ -264,53 +265,53 @@ pub struct IpamDemand {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ipv6_addrs: Option<i64>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// Blocks given from one pool.
+/// Pod CIDRs allocated from one pool.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct IpamPoolAllocation {
     /// Name of the pool.
     #[schemars(length(min = 1))]
     pub pool: String,
 
-    /// The blocks, IPv4 first.
+    /// The pod CIDRs, IPv4 first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "cidr_list")]
     pub cidrs: Vec<String>,
 
-    /// Whether the first address of each block may be handed out.
+    /// Whether the first address of each pod CIDR may be allocated.
     #[serde(default, rename = "allowFirstIP", skip_serializing_if = "Option::is_none")]
     pub allow_first_ip: Option<bool>,
 
-    /// Whether the last address of each block may be handed out.
+    /// Whether the last address of each pod CIDR may be allocated.
     #[serde(default, rename = "allowLastIP", skip_serializing_if = "Option::is_none")]
     pub allow_last_ip: Option<bool>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// Mode `azure`: what the node asks.
+/// Mode `azure`: configuration of the node.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct AzureSpec {
-    /// The only network interface that may get pod addresses. Empty: any.
+    /// The only network interface that may have pod addresses. Empty: any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface_name: Option<String>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// What became of what was asked.
+/// Observed state.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CiliumNodeStatus {
-    /// What became of the addresses.
+    /// State of the node's IPAM.
     #[serde(default, skip_serializing_if = "IpamStatus::is_empty")]
     pub ipam: IpamStatus,
 
@@ -318,88 +319,89 @@ pub struct CiliumNodeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub azure: Option<AzureStatus>,
 
-    /// Fields of other versions and other clouds (`eni`, `alibaba-cloud`, …), kept as they are.
+    /// Fields of other versions and other clouds (`eni`, `alibaba-cloud`, …), preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// What became of the addresses.
+/// State of the node's IPAM.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct IpamStatus {
-    /// Modes `crd` and `azure`: the IPv4 addresses in use, the router's included. Written by the agent, whole each time.
+    /// Modes `crd` and `azure`: the IPv4 addresses in use, including the router's. Written by the agent, as a whole
+    /// each time.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub used: BTreeMap<String, AllocationIp>,
 
-    /// The same for IPv6.
+    /// As `used`, for IPv6.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub ipv6_used: BTreeMap<String, AllocationIp>,
 
-    /// Where the release of each IPv4 address stands. The operator marks and confirms, the agent answers.
+    /// Release handshake of each IPv4 address. The operator marks and confirms, the agent answers.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub release_ips: BTreeMap<String, ReleaseState>,
 
-    /// The same for IPv6.
+    /// As `release_ips`, for IPv6.
     #[serde(default, rename = "release-ipv6s", skip_serializing_if = "BTreeMap::is_empty")]
     pub release_ipv6s: BTreeMap<String, ReleaseState>,
 
-    /// What the operator could not do.
+    /// The operator's errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub operator_status: Option<OperatorStatus>,
 
-    /// The public address or prefix given to the node: an ID or an address. Written by the operator, once.
+    /// The public address or prefix assigned to the node: an ID or an address. Written by the operator, once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub assigned_static_ip: Option<String>,
 
-    /// State of each block, in a mode that Cilium has withdrawn; kept as it is.
+    /// State of each pod CIDR, in a mode that Cilium has removed; preserved.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub pod_cidrs: BTreeMap<String, PodCidrStatus>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
 impl IpamStatus {
-    /// Whether nothing is set: then the field is left out, so that an apply does not claim it.
+    /// Whether nothing is set. The field is omitted then, so that an apply does not own it.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// What the operator could not do for this node.
+/// The operator's errors for this node.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct OperatorStatus {
-    /// The last error in words; empty when there is none.
+    /// The last error message; empty if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// State of one block in a mode that Cilium has withdrawn.
+/// State of one pod CIDR in a mode that Cilium has removed.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PodCidrStatus {
     /// The state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub status: Option<PodCidrState>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// A word out of a list that later versions may lengthen: an unknown one is kept, not refused.
+/// An enumeration that later versions may extend: an unknown value is preserved, not rejected.
 macro_rules! open_words {
     ($(#[$doc:meta])* $name:ident { $($(#[$word_doc:meta])* $word:ident = $text:literal,)+ }) => {
         $(#[$doc])*
         #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         pub enum $name {
             $($(#[$word_doc])* #[serde(rename = $text)] $word,)+
-            /// A word of another version, kept as it is.
+            /// A value of another version, preserved.
             #[serde(untagged)]
             Other(String),
         }
@@ -421,13 +423,13 @@ macro_rules! open_words {
 }
 
 open_words! {
-    /// Where the release of an address stands.
+    /// State of the release handshake of an address.
     ReleaseState {
-        /// The operator wants it back.
+        /// The operator requests the release.
         MarkedForRelease = "marked-for-release",
-        /// The agent will not hand it out any more.
+        /// The agent will not allocate it any more.
         ReadyForRelease = "ready-for-release",
-        /// The agent refuses: it is in use, or it is not this node's.
+        /// The agent refuses: the address is in use, or not this node's.
         DoNotRelease = "do-not-release",
         /// The operator has detached it.
         Released = "released",
@@ -435,13 +437,13 @@ open_words! {
 }
 
 open_words! {
-    /// State of a block.
+    /// State of a pod CIDR.
     PodCidrState {
         /// Addresses of it are in use.
         InUse = "in-use",
         /// All addresses of it are in use.
         Depleted = "depleted",
-        /// Given up by the node.
+        /// Released by the node.
         Released = "released",
     }
 }
@@ -453,7 +455,7 @@ pub struct AzureStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub interfaces: Vec<AzureInterface>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
@@ -486,28 +488,28 @@ pub struct AzureInterface {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ip: Option<String>,
 
-    /// Secondary addresses; the primary one too when the operator was told so.
+    /// Secondary addresses; also the primary one if the operator is so configured.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<AzureAddress>,
 
-    /// The subnet that the interface is in.
+    /// The subnet of the interface.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub subnet: Option<AzureSubnet>,
 
-    /// First host of the subnet: the gateway of Azure.
+    /// First host of the subnet: Azure's gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gateway: Option<String>,
 
-    /// The gateway as older versions spelt it.
+    /// The gateway, as older versions name it.
     #[serde(default, rename = "GatewayIP", skip_serializing_if = "Option::is_none")]
     pub gateway_ip: Option<String>,
 
-    /// CIDR of the subnet, as older versions keep it.
+    /// CIDR of the subnet, as older versions store it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "optional_cidr")]
     pub cidr: Option<String>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
@@ -519,15 +521,15 @@ pub struct AzureAddress {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ip: Option<String>,
 
-    /// ARM resource ID of the subnet, as older versions keep it.
+    /// ARM resource ID of the subnet, as older versions store it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub subnet: Option<String>,
 
-    /// Provisioning state in lower case; only `succeeded` can be used.
+    /// Provisioning state in lower case; only `succeeded` is usable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
@@ -544,17 +546,17 @@ pub struct AzureSubnet {
     #[schemars(schema_with = "optional_cidr")]
     pub cidr: Option<String>,
 
-    /// Fields of other versions, kept as they are.
+    /// Fields of other versions, preserved.
     #[serde(flatten)]
     pub other: BTreeMap<String, Value>,
 }
 
-/// A list whose items the API server checks to be CIDRs.
+/// A list whose items the API server validates as CIDRs.
 fn cidr_list(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "array", "items": { "type": "string", "format": "cidr" } })
 }
 
-/// A string that the API server checks to be a CIDR.
+/// A string that the API server validates as a CIDR.
 fn optional_cidr(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "string", "format": "cidr" })
 }

@@ -1,12 +1,12 @@
 //! The API objects that Cistern reads and writes: one Rust file per kind, the generated YAML beside `Cargo.toml`.
 //!
-//! Objects of other versions and other writers pass through these types unharmed: every struct keeps the fields it
-//! does not know in `other`, and the schemas tell the API server to keep them too. Values that carry meaning of ours
-//! (addresses, CIDRs) are strings here, because one bad value in one object must not make a whole list unreadable; they
-//! become validated types at the border, in `kubernetes/views.rs`.
+//! Objects of other versions and other writers pass through these types unchanged: every struct keeps unknown fields in
+//! `other`, and the schemas have the API server preserve them. Addresses and CIDRs are strings here, because one
+//! invalid value in one object must not make a whole list unreadable; `kubernetes/views.rs` converts them to validated
+//! types.
 //!
-//! After a change: `cargo run -p cistern-crds --example gen`, and a new [`SCHEMA_VERSION`] when the change matters to
-//! the API server.
+//! After a change: `cargo run -p cistern-crds --example gen`, and a new [`SCHEMA_VERSION`] if the API server needs the
+//! new schema.
 
 mod cilium_node;
 
@@ -20,17 +20,17 @@ use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomRe
 use kube::CustomResourceExt;
 use std::sync::LazyLock;
 
-/// The API group of every kind here; Cilium's own, so that manifests and habits carry over.
+/// The API group of all kinds: Cilium's own, so that its manifests and clients work unchanged.
 pub const GROUP: &str = "cilium.io";
 
-/// The label of a definition that names the [`SCHEMA_VERSION`] it was written from. Cilium's own label is another one
-/// and is left as it is.
+/// The label of a definition with the [`SCHEMA_VERSION`] it was written from. Cilium's own label has another name and
+/// is preserved.
 pub const SCHEMA_VERSION_LABEL: &str = "crd.cistern.io/schema-version";
 
-/// Grows by one with every change of a schema that the API server has to know.
+/// Incremented with every change of a schema that the API server needs.
 pub const SCHEMA_VERSION: u32 = 1;
 
-/// Every definition, in the order in which they are applied.
+/// All definitions, in the order in which they are applied.
 #[must_use]
 pub fn all() -> &'static [CustomResourceDefinition] {
     static ALL: LazyLock<Vec<CustomResourceDefinition>> = LazyLock::new(|| {
@@ -44,25 +44,25 @@ pub fn all() -> &'static [CustomResourceDefinition] {
     &ALL
 }
 
-/// The schema version of a definition found in the cluster: 0 for one that was not written by Cistern, or whose label
-/// is not a number.
+/// The schema version of a definition in the cluster: 0 if it was not written by Cistern, or its label is not a number.
 #[must_use]
 pub fn schema_version(definition: &CustomResourceDefinition) -> u32 {
     let labels = definition.metadata.labels.as_ref();
     labels.and_then(|labels| labels.get(SCHEMA_VERSION_LABEL)).and_then(|version| version.parse().ok()).unwrap_or(0)
 }
 
-/// Whether the definition found in the cluster comes from a newer Cistern and has to be left alone (`architecture`
-/// decision 15): during an upgrade, and after a downgrade, both versions run at once.
+/// Whether a definition in the cluster comes from a newer Cistern and must not be overwritten (`architecture` decision
+/// 15):
+/// during an upgrade, and after a downgrade, both versions run at once.
 #[must_use]
 pub fn is_newer(found: &CustomResourceDefinition) -> bool {
     schema_version(found) > SCHEMA_VERSION
 }
 
-/// The generated files: name beside this package's `Cargo.toml`, and text.
+/// The generated files: name beside this package's `Cargo.toml`, and content.
 ///
 /// # Errors
-/// When a definition cannot be written as YAML.
+/// A definition cannot be serialised as YAML.
 pub fn yaml() -> Result<Vec<(String, String)>, serde_saphyr::ser::Error> {
     all().iter().map(file).collect()
 }

@@ -1,4 +1,4 @@
-//! What the API server and the other writers of these objects see.
+//! The definitions as the API server and other clients see them.
 
 use cistern_crds::{
     CiliumNode, CiliumNodeSpec, CiliumNodeStatus, IpamSpec, NodeAddress, ReleaseState, SCHEMA_VERSION,
@@ -27,7 +27,7 @@ fn committed_yaml_is_the_generated_one() {
 }
 
 #[test]
-fn objects_of_other_writers_pass_through_whole() {
+fn objects_of_other_writers_pass_through_unchanged() {
     for (name, text) in SAMPLES {
         let before: Value = serde_json::from_str(text).unwrap();
         let after = serde_json::to_value(node(text).unwrap()).unwrap();
@@ -59,9 +59,9 @@ fn fields_are_read_under_their_names() {
     assert_eq!(interface.subnet.as_ref().unwrap().cidr.as_deref(), Some("10.240.0.0/16"));
 }
 
-/// An apply owns every field it names, so an empty one must not be named.
+/// An apply owns every field in it, so an empty field must be omitted.
 #[test]
-fn what_is_not_set_is_not_written() {
+fn unset_fields_are_omitted() {
     let mut node = CiliumNode::new("node-a", CiliumNodeSpec::default());
     node.status = Some(CiliumNodeStatus::default());
     let written = serde_json::to_value(&node).unwrap();
@@ -77,7 +77,7 @@ fn what_is_not_set_is_not_written() {
 }
 
 #[test]
-fn definition_is_the_one_that_cilium_has() {
+fn definition_matches_cilium_s() {
     let definitions = all();
     let [definition] = definitions else { panic!("{} definitions", definitions.len()) };
     assert_eq!(definition.metadata.name.as_deref(), Some("ciliumnodes.cilium.io"));
@@ -97,7 +97,8 @@ fn definition_is_the_one_that_cilium_has() {
     assert_eq!(columns, ["CiliumInternalIP", "InternalIP", "PodCIDRs", "Error", "Age"]);
 }
 
-/// What a structural schema has to be (Kubernetes' CustomResourceDefinition documentation), and that nothing is pruned.
+/// Requirements on a structural schema (Kubernetes' CustomResourceDefinition documentation), and that nothing is
+/// pruned.
 #[test]
 fn schema_is_structural_and_keeps_unknown_fields() {
     fn walk(path: &str, schema: &Value, fields: &mut usize) {
@@ -106,7 +107,7 @@ fn schema_is_structural_and_keeps_unknown_fields() {
         let (properties, additional) = (schema.get("properties"), schema.get("additionalProperties"));
         assert!(properties.is_none() || additional.is_none(), "{path} has both properties and additionalProperties");
         if let Some(properties) = properties.and_then(Value::as_object) {
-            // The top level is the API server's own: it knows its fields.
+            // The top level is the API server's own.
             assert!(
                 path.is_empty() || schema["x-kubernetes-preserve-unknown-fields"] == json!(true),
                 "{path} is pruned"
@@ -140,7 +141,7 @@ fn schema_is_structural_and_keeps_unknown_fields() {
 }
 
 #[test]
-fn newer_definition_is_told_from_ours_and_cilium_s() {
+fn newer_definition_is_distinguished_from_ours_and_cilium_s() {
     for definition in all() {
         assert_eq!((schema_version(definition), is_newer(definition)), (SCHEMA_VERSION, false));
         let labelled = |key: &str, value: &str| {

@@ -1,7 +1,7 @@
-//! The chart, rendered by the real Helm: what it makes of values, what it refuses, and that the program takes what it
-//! writes.
+//! The chart, rendered by Helm: the objects it renders from values, the values it rejects, and that the program accepts
+//! the rendered settings.
 //!
-//! That the objects work together in a cluster is for the cluster tests.
+//! The cluster tests cover how the objects work together.
 #![expect(
     clippy::unwrap_used,
     clippy::panic,
@@ -18,21 +18,21 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 
-/// The oldest Kubernetes that is supported.
+/// The oldest supported Kubernetes version.
 const KUBERNETES: &str = "1.34.0";
 
 fn chart() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts/cistern")
 }
 
-/// Helm as the cluster uses it: from `PATH`, or built once.
+/// Helm, as the cluster uses it: from `PATH`, or built once.
 fn helm() -> Command {
     static PATH: LazyLock<PathBuf> =
         LazyLock::new(|| Binaries::new(&Spec::default().kubernetes).unwrap().find("helm").unwrap());
     Command::new(&*PATH)
 }
 
-/// Every object that the chart makes of these values, or what Helm says against them.
+/// All objects that the chart renders from these values, or Helm's error.
 fn render(values: &[&str]) -> Result<Vec<Value>, String> {
     let mut command = helm();
     command.args(["template", "cistern"]).arg(chart());
@@ -58,7 +58,7 @@ fn find<'a>(objects: &'a [Value], kind: &str, name: &str) -> Option<&'a Value> {
     objects.iter().find(|object| object["kind"] == kind && object["metadata"]["name"] == name)
 }
 
-/// `cilium-config` as the program reads it.
+/// `cilium-config`, as the program reads it.
 fn settings(objects: &[Value], role: Role) -> Result<(Settings, Vec<String>), String> {
     let data = find(objects, "ConfigMap", "cilium-config").unwrap()["data"].as_object().unwrap();
     let text = |(key, value): (&String, &Value)| (key.clone(), value.as_str().unwrap().to_owned());
@@ -115,7 +115,7 @@ fn values_with_ciliums_names_become_the_settings_of_the_program() {
 }
 
 #[test]
-fn values_that_cannot_work_are_refused() {
+fn invalid_combinations_of_values_are_rejected() {
     for values in [
         &["k8s.requireIPv4PodCIDR=true"][..],
         &["k8s.requireIPv6PodCIDR=true", "ipam.mode=cluster-pool"],
@@ -143,7 +143,7 @@ fn paths(prefix: &str, values: &Map<String, Value>, into: &mut Vec<String>) {
     }
 }
 
-// `helm upgrade --reuse-values` brings the values of an older chart, which lack what is new.
+// `helm upgrade --reuse-values` passes the values of an older chart, which lack new ones.
 #[test]
 fn every_value_may_be_missing() {
     let values: Map<String, Value> =
@@ -164,7 +164,7 @@ fn pod<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
 }
 
 #[test]
-fn nothing_waits_for_what_it_has_to_give() {
+fn agent_and_operator_start_without_a_pod_network() {
     let objects = good(&["k8sServiceHost=192.0.2.7", "k8sServicePort=6443"]);
     for (kind, name, priority) in [
         ("DaemonSet", "cistern", "system-node-critical"),
@@ -208,7 +208,7 @@ fn only_the_init_container_is_privileged() {
 }
 
 #[test]
-fn the_operators_rights_are_where_its_work_is_done() {
+fn the_role_that_runs_the_controllers_has_the_operators_permissions() {
     let may = |objects: &[Value], role: &str, resource: &str, verb: &str| {
         let rules = find(objects, "ClusterRole", role).unwrap()["rules"].as_array().unwrap().clone();
         let has = |list: &Value, word: &str| list.as_array().is_some_and(|list| list.iter().any(|item| item == word));
@@ -219,7 +219,7 @@ fn the_operators_rights_are_where_its_work_is_done() {
     assert!(may_delete_nodes(&apart, "cistern-operator") && !may_delete_nodes(&apart, "cistern"));
     let together = good(&["operator.inDaemonSet=true"]);
     assert!(may_delete_nodes(&together, "cistern"));
-    // Everybody tells what happened, and the agent how its node is.
+    // All roles write events, and the agent writes its Node's condition.
     for (objects, role) in [(&apart, "cistern"), (&apart, "cistern-operator"), (&together, "cistern")] {
         assert!(["create", "patch"].iter().all(|verb| may(objects, role, "events", verb)), "{role}");
     }
@@ -228,14 +228,14 @@ fn the_operators_rights_are_where_its_work_is_done() {
     );
     assert!(find(&together, "Deployment", "cistern-operator").is_none());
     assert!(find(&together, "ClusterRole", "cistern-operator").is_none());
-    // The agent writes its Node only where it was asked to.
+    // The agent may patch its Node only if so configured.
     let verbs = |objects: &[Value]| find(objects, "ClusterRole", "cistern").unwrap()["rules"][0]["verbs"].clone();
     assert_eq!(verbs(&apart), json!(["list", "watch"]));
     assert_eq!(verbs(&good(&["annotateK8sNode=true"])), json!(["list", "watch", "patch"]));
 }
 
 #[test]
-fn a_change_of_the_settings_replaces_the_agents() {
+fn a_change_of_the_settings_restarts_the_agents() {
     let checksum = |values: &[&str]| {
         pod(&good(values), "DaemonSet", "cistern")["metadata"]["annotations"]["cistern.io/config-checksum"].clone()
     };
@@ -244,7 +244,7 @@ fn a_change_of_the_settings_replaces_the_agents() {
 }
 
 #[test]
-fn the_hook_before_a_deletion_asks_all_agents() {
+fn the_pre_delete_hook_asks_all_agents() {
     let objects = good(&["uninstall.timeout=30s", "uninstall.ignoreUnanswered=true"]);
     let job = find(&objects, "Job", "cistern-uninstall").unwrap();
     assert_eq!(job["metadata"]["annotations"]["helm.sh/hook"], "pre-delete");

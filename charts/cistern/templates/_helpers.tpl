@@ -38,7 +38,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if ne (toString ((.Values.uninstall).enabled)) "false" }}true{{ end }}
 {{- end }}
 
-{{/* Which process it is, and where the API server is. */}}
+{{/* Identity of the pod, and address of the API server. */}}
 {{- define "cistern.env" -}}
 - name: K8S_NODE_NAME
   valueFrom:
@@ -129,7 +129,7 @@ httpGet:
 {{- end }}
 {{- end }}
 
-{{/* The operator's rights; the agents have them, too, where they do its work. */}}
+{{/* The operator's permissions; also the agents' with operator.inDaemonSet. */}}
 {{- define "cistern.operatorClusterRules" -}}
 - apiGroups: [apiextensions.k8s.io]
   resources: [customresourcedefinitions]
