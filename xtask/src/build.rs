@@ -6,15 +6,15 @@ use crate::workspace::Workspace;
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 
-/// What `build` can be told.
+/// Options of `build`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Optimised, and without a need for the machine's libraries
+    /// Optimised and statically linked
     #[arg(long)]
     pub(crate) release: bool,
 }
 
-/// What was built.
+/// The built files.
 #[derive(Debug)]
 pub(crate) struct Artifacts {
     /// The agent, operator and command line.
@@ -41,15 +41,15 @@ pub(crate) fn megabytes(path: &Path) -> Result<f64> {
     Ok(length as f64 / 1e6)
 }
 
-/// Builds the kernel programs, then the binaries that carry them.
+/// Builds the kernel programs, then the binaries that embed them.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<Artifacts> {
     let object = ebpf::build(workspace)?;
     let target_directory = workspace.metadata()?.target_directory;
     let mut command = workspace.cargo();
     command.args(["build", "--locked", "--bins"]);
     let output = if options.release {
-        // Named, so that the flag below reaches the binaries and not the build scripts and macros, which cannot be
-        // linked statically.
+        // With an explicit target the flag below applies to the binaries only, and not to build scripts and macros,
+        // which cannot be linked statically.
         let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
         command.args(["--release", "--package", "cistern", "--target", &target]);
         command.env("CARGO_ENCODED_RUSTFLAGS", "-Ctarget-feature=+crt-static").env_remove("RUSTFLAGS");

@@ -1,6 +1,7 @@
-//! Everything that is judged without running Cistern.
+//! Static checks.
 //!
-//! Each rule is a function that says what is wrong, with file and line. All rules are tried, so that one run tells all.
+//! Each rule is a function that prints its findings, with file and line. All rules run, so that one run reports
+//! everything.
 
 mod layers;
 mod manifests;
@@ -15,24 +16,24 @@ use anyhow::{Result, bail};
 use std::process::Command;
 use std::time::Instant;
 
-/// What `check` can be told.
+/// Options of `check`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Only the rules whose name contains this
+    /// Only rules whose name contains this
     pub(crate) rule: Option<String>,
 }
 
-/// A rule of the tree.
+/// A convention of the source tree.
 struct Rule {
     name: &'static str,
-    /// Prints what is wrong, and fails if anything is.
+    /// Prints the findings, and fails if there are any.
     check: fn(&Workspace) -> Result<Outcome>,
 }
 
-/// How a rule that did not fail ended.
+/// The result of a rule that did not fail.
 enum Outcome {
     Good,
-    /// It could not be tried on this machine, for this reason.
+    /// The rule cannot be checked on this machine, for this reason.
     NotTried(String),
 }
 
@@ -49,7 +50,7 @@ const RULES: [Rule; 10] = [
     Rule { name: "dependencies", check: dependencies },
 ];
 
-/// Tries every rule and returns the names of those that are broken.
+/// Checks all rules and returns the names of those that are violated.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<Vec<String>> {
     let mut broken = Vec::new();
     let wanted = options.rule.as_deref().unwrap_or_default();
@@ -124,7 +125,7 @@ fn generated(workspace: &Workspace) -> Result<Outcome> {
     Ok(Outcome::Good)
 }
 
-/// Licences, bans and sources: what needs no network. Advisories are for whoever updates dependencies.
+/// Licences, bans and sources, which need no network. Advisories are checked when dependencies are updated.
 fn dependencies(workspace: &Workspace) -> Result<Outcome> {
     if find("cargo-deny").is_none() {
         return Ok(Outcome::NotTried("cargo-deny is not installed".to_owned()));

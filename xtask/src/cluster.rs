@@ -1,4 +1,4 @@
-//! The cluster: sets up, builds, and hands over to `cistern-cluster`, which lives beside the test support it is made of.
+//! The cluster: installs what is missing, builds, and runs `cistern-cluster` of the tests package.
 
 use crate::image;
 use crate::process;
@@ -12,27 +12,27 @@ use std::process::Command;
 
 const CLUSTER: &str = "cistern-cluster";
 
-/// What `cluster` can be told: `cistern-cluster` knows.
+/// Options of `cluster`, passed to `cistern-cluster`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
-    /// `up`, `down`, `status`, `kubectl …`, `helm …`, `shell NODE`, `load IMAGE`, `logs` and more; `--help` explains them
+    /// `up`, `down`, `status`, `kubectl …`, `helm …`, `shell NODE`, `load IMAGE`, `logs` and more; see `--help`
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<String>,
 }
 
-/// Runs it in place of this program.
+/// Replaces this process by it.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let is = |word: &str| options.arguments.first().is_some_and(|first| first == word);
     let says = |option: &str| options.arguments.iter().any(|argument| argument.starts_with(option));
     let is_up = is("up") && !says("--help");
     if is_up && !is_root() {
-        bail!("a cluster is made of namespaces: run it as root");
+        bail!("a cluster consists of namespaces: run it as root");
     }
     if is_up {
         setup::run(workspace)?;
     }
     let image = if is_up && !says("--image") && !says("--cni") { Some(image(workspace)?) } else { None };
-    // What the other commands print is read by programs and by people in a hurry.
+    // The output of the other commands may be piped: keep the build quiet.
     let program = program(workspace, !is_up)?;
     let mut command = Command::new(&program);
     command.args(&options.arguments);
@@ -43,7 +43,7 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     Err(error).with_context(|| format!("start {}", program.display()))
 }
 
-/// Brings a cluster up and tells the demo's story in it.
+/// Brings a cluster up and runs the demo in it.
 pub(crate) fn demo(workspace: &Workspace, keep: bool) -> Result<()> {
     with_cluster(workspace, keep, |program, image| {
         process::run(Command::new(program).arg("up").arg("--image").arg(image))?;
@@ -51,8 +51,8 @@ pub(crate) fn demo(workspace: &Workspace, keep: bool) -> Result<()> {
     })
 }
 
-/// Builds `cistern-cluster` and Cistern's image for what brings a cluster up and does something in it; takes the cluster
-/// down after that, unless it is to be kept.
+/// Builds `cistern-cluster` and Cistern's image for a command that brings a cluster up and uses it; takes the cluster
+/// down afterwards unless `keep` is set.
 pub(crate) fn with_cluster(
     workspace: &Workspace,
     keep: bool,
@@ -63,15 +63,15 @@ pub(crate) fn with_cluster(
     let program = program(workspace, false)?;
     let outcome = act(&program, &image);
     if keep {
-        println!("`cargo xtask cluster kubectl …` looks around, `cargo xtask cluster down` ends it");
+        println!("`cargo xtask cluster kubectl …` inspects it, `cargo xtask cluster down` deletes it");
         return outcome;
     }
     let down = process::run(Command::new(&program).arg("down"));
     outcome.and(down)
 }
 
-/// Builds `cistern-cluster`. No package is named: it would unite other features than every other build does, and build
-/// much anew.
+/// Builds `cistern-cluster`. No package is selected: that would unify other features than the other builds do, and
+/// rebuild many crates.
 fn program(workspace: &Workspace, quiet: bool) -> Result<PathBuf> {
     let mut build = workspace.cargo();
     build.args(["build", "--locked", "--bin", CLUSTER]);

@@ -1,4 +1,4 @@
-//! Kubernetes' own network specs, in a real cluster with Cistern.
+//! Kubernetes' network e2e specs, in a real cluster with Cistern.
 
 use crate::cluster;
 use crate::process;
@@ -7,13 +7,13 @@ use crate::workspace::Workspace;
 use anyhow::{Result, bail};
 use std::process::Command;
 
-/// What `conformance` can be told.
+/// Options of `conformance`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
     /// Only specs whose name matches this
     #[arg(long, value_name = "REGEX")]
     focus: Option<String>,
-    /// Release of Kubernetes: one of tests/kubernetes/kubernetes-*
+    /// Kubernetes version: one of tests/kubernetes/kubernetes-*
     #[arg(long, value_name = "VERSION")]
     kubernetes: Option<String>,
     /// Leave the cluster up
@@ -21,10 +21,10 @@ pub(crate) struct Options {
     keep: bool,
 }
 
-/// Runs the specs that tests/conformance does not leave out; fails unless all of them pass.
+/// Runs the specs that tests/conformance does not exclude; fails unless all of them pass.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     if !is_root() {
-        bail!("a cluster is made of namespaces: run it as root");
+        bail!("a cluster consists of namespaces: run it as root");
     }
     let output = workspace.metadata()?.target_directory.join("conformance");
     cluster::with_cluster(workspace, options.keep, |program, image| {

@@ -1,4 +1,4 @@
-//! The demo: sets up, builds, and hands over to `cistern-demo`, which lives beside the test support it is made of.
+//! The demo: installs what is missing, builds, and runs `cistern-demo` of the tests package.
 
 use crate::build;
 use crate::cluster;
@@ -11,21 +11,21 @@ use std::process::Command;
 
 const DEMO: &str = "cistern-demo";
 
-/// What `demo` can be told.
+/// Options of `demo`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Leave the two nodes running, and say how to look around
+    /// Leave the two nodes running, and print how to inspect them
     #[arg(long)]
     keep: bool,
-    /// In a real Kubernetes cluster, told by kubectl
+    /// Run in a real Kubernetes cluster, using kubectl
     #[arg(long)]
     cluster: bool,
 }
 
-/// Runs the demo; fails when anything it shows is not so.
+/// Runs the demo; fails if one of its checks fails.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     if !is_root() {
-        bail!("the demo makes namespaces and loads kernel programs: run it as root");
+        bail!("the demo creates namespaces and loads kernel programs: run it as root");
     }
     if options.cluster {
         return cluster::demo(workspace, options.keep);
@@ -35,7 +35,7 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     }
     setup::run(workspace)?;
     let artifacts = build::run(workspace, &build::Options::default())?;
-    let directory = artifacts.cistern.parent().context("the binaries lie in no folder")?;
+    let directory = artifacts.cistern.parent().context("the path of the binaries has no parent")?;
     let mut demo = Command::new(directory.join(DEMO));
     demo.current_dir(workspace.root());
     if options.keep {

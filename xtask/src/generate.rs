@@ -1,6 +1,6 @@
-//! Files that are derived from code, and the proof that they are up to date.
+//! Generated files, and the check that they are up to date.
 //!
-//! What is made is committed, so that a reader sees it and a review shows how it changes.
+//! Generated files are committed, so that readers and reviews see them.
 
 mod maps;
 
@@ -11,18 +11,18 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where text comes from, and where it goes.
+/// A generator and its output.
 enum Generator {
-    /// An example, run with a folder as its last argument, writes files that belong into `folder`, and into `copied`, too.
+    /// An example that writes files to the folder given as its last argument; they belong into `folder` and `copied`.
     Folder { example: &'static str, folder: &'static str, copied: &'static str },
-    /// An example prints what `file` holds.
+    /// An example that prints the content of `file`.
     File { example: &'static str, file: &'static str },
-    /// A function gives what stands in `file` between `<!-- generated: NAME -->` and `<!-- /generated -->`.
+    /// A function that returns the part of `file` between `<!-- generated: NAME -->` and `<!-- /generated -->`.
     Region { make: fn(&Workspace) -> Result<String>, file: &'static str, name: &'static str },
 }
 
 impl Generator {
-    /// The file or folder that is written.
+    /// The generated file or folder.
     fn makes(&self) -> &str {
         match self {
             Self::Folder { folder, .. } => folder,
@@ -39,17 +39,17 @@ const GENERATORS: [Generator; 5] = [
     Generator::Region { make: maps::table, file: "agent-ebpf/README.md", name: "maps" },
 ];
 
-/// What `gen` can be told.
+/// Options of `gen`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Only files (or the folders they are in) whose path contains this
+    /// Only files (or their folders) whose path contains this
     path: Option<String>,
-    /// Change nothing; fail where a committed file differs from the generated one
+    /// Change nothing; fail if a committed file differs from the generated one
     #[arg(long)]
     check: bool,
 }
 
-/// Writes generated files that are not up to date, or with `--check` fails for them.
+/// Writes generated files that are outdated, or with `--check` fails if there are any.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let path = options.path.as_deref().unwrap_or_default();
     if options.check { compare(workspace, path) } else { write(workspace, path) }
@@ -67,8 +67,8 @@ fn write(workspace: &Workspace, wanted: &str) -> Result<()> {
     Ok(())
 }
 
-/// Fails where a committed file is not what its generator makes, and shows the first line that differs. Files whose path
-/// does not contain `wanted` are left out.
+/// Fails if a committed file differs from its generator's output, and shows the first line that differs. Files whose
+/// path does not contain `wanted` are skipped.
 pub(crate) fn compare(workspace: &Workspace, wanted: &str) -> Result<()> {
     let mut stale = Vec::new();
     for (file, content) in fresh(workspace, wanted)? {
@@ -80,10 +80,10 @@ pub(crate) fn compare(workspace: &Workspace, wanted: &str) -> Result<()> {
     if stale.is_empty() {
         return Ok(());
     }
-    bail!("not what their generators make; `cargo xtask gen` writes them:\n  {}", stale.join("\n  "))
+    bail!("outdated; run `cargo xtask gen`:\n  {}", stale.join("\n  "))
 }
 
-/// What each generated file should hold.
+/// The expected content of each generated file.
 fn fresh(workspace: &Workspace, wanted: &str) -> Result<BTreeMap<PathBuf, String>> {
     let mut files = BTreeMap::new();
     for generator in GENERATORS.iter().filter(|generator| generator.makes().contains(wanted)) {
@@ -117,15 +117,15 @@ fn fresh(workspace: &Workspace, wanted: &str) -> Result<BTreeMap<PathBuf, String
     Ok(files)
 }
 
-/// No package is named: another choice than that of the other builds would unite other features, and build what lies below
-/// anew.
+/// No package is selected: another selection than that of the other builds would unify other features, and rebuild the
+/// dependencies.
 fn example_of_ours(workspace: &Workspace, example: &str) -> Command {
     let mut command = workspace.cargo();
     command.args(["run", "--quiet", "--locked", "--example", example]);
     command
 }
 
-/// Name and text of each file in `folder`.
+/// Name and content of each file in `folder`.
 fn read_folder(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(|| format!("listing {}", folder.display()))? {
@@ -136,7 +136,7 @@ fn read_folder(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
     Ok(files)
 }
 
-/// Puts `made` between the marks of the region `name`.
+/// Replaces the text between the marks of the region `name` by `made`.
 fn replace_region(text: &str, name: &str, made: &str) -> Result<String> {
     let (start, end) = (format!("<!-- generated: {name} -->\n"), "<!-- /generated -->");
     let (before, rest) = text.split_once(&start).with_context(|| format!("has no line `{}`", start.trim_end()))?;
@@ -144,7 +144,7 @@ fn replace_region(text: &str, name: &str, made: &str) -> Result<String> {
     Ok(format!("{before}{start}\n{}\n\n{end}{after}", made.trim_matches('\n')))
 }
 
-/// The first line in which two texts differ, with both.
+/// The first line in which two texts differ, with both versions.
 fn first_difference(committed: &str, generated: &str) -> Option<String> {
     if committed == generated {
         return None;
@@ -158,7 +158,7 @@ fn first_difference(committed: &str, generated: &str) -> Option<String> {
             (a, b) => {
                 let shown =
                     |line: Option<&str>| line.map_or("the end of the file".to_owned(), |line| format!("{line:?}"));
-                return Some(format!("{number}: has {}, the generator makes {}", shown(a), shown(b)));
+                return Some(format!("{number}: has {}, expected {}", shown(a), shown(b)));
             }
         }
     }
@@ -181,8 +181,8 @@ mod tests {
     #[test]
     fn the_first_difference_is_shown() {
         assert_eq!(first_difference("a\nb\n", "a\nb\n"), None);
-        assert_eq!(first_difference("a\nb\n", "a\nc\n").unwrap(), "2: has \"b\", the generator makes \"c\"");
-        assert_eq!(first_difference("a\n", "a\nc\n").unwrap(), "2: has the end of the file, the generator makes \"c\"");
+        assert_eq!(first_difference("a\nb\n", "a\nc\n").unwrap(), "2: has \"b\", expected \"c\"");
+        assert_eq!(first_difference("a\n", "a\nc\n").unwrap(), "2: has the end of the file, expected \"c\"");
         assert_eq!(first_difference("a", "a\n").unwrap(), "2: the end of the file differs");
     }
 }

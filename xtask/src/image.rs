@@ -9,14 +9,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What `image` can be told.
+/// Options of `image`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
-    /// With the programs of the debug build and the libraries of this machine that they need: quick, and for tests on
-    /// this machine alone
+    /// Use the debug build and this machine's libraries: fast, for tests on this machine only
     #[arg(long)]
     pub(crate) debug: bool,
-    /// Stop when target/image holds what the Containerfile copies, for `docker build` and the like
+    /// Only fill target/image with what the Containerfile copies, for `docker build` and the like
     #[arg(long)]
     pub(crate) no_build: bool,
     /// Name and tag
@@ -24,16 +23,16 @@ pub(crate) struct Options {
     pub(crate) name: String,
 }
 
-/// What the chart asks for by default: the name that builders of images without a registry give.
+/// The chart's default: the name that image builders use without a registry.
 pub(crate) const NAME: &str = concat!("localhost/cistern:", env!("CARGO_PKG_VERSION"));
 
-/// More than this is a mistake: something came in that does not belong there.
+/// A larger image contains files by mistake.
 const LARGEST_MB: f64 = 40.0;
 
-/// The certificate authorities of this machine; in the image they are where every TLS library looks.
+/// The CA certificates of this machine; the image has them at the path that TLS libraries expect.
 const AUTHORITIES: &str = "/etc/ssl/certs/ca-certificates.crt";
 
-/// Builds it and returns the archive, `target/image/cistern.tar`, as `ctr images import` takes it.
+/// Builds the image and returns the archive, `target/image/cistern.tar`, for `ctr images import`.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<PathBuf> {
     let artifacts = build::run(workspace, &build::Options { release: !options.debug })?;
     let directory = workspace.metadata()?.target_directory.join("image");
@@ -49,7 +48,7 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<PathBuf> {
         bail!("buildah is missing: `cargo xtask setup` installs it");
     }
     remove_file(&archive)?;
-    // A store of its own, so that nothing of the user's is touched and nothing is left behind.
+    // A separate store, so that the user's is not touched and nothing remains.
     let store = Store { directory: directory.join("store") };
     remove_directory(&store.directory)?;
     let outcome = store.build(workspace, &directory, &options.name, &archive);
@@ -58,12 +57,12 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<PathBuf> {
     let size = megabytes(&archive)?;
     println!("{size:>9.2} MB  {} ({})", archive.display(), options.name);
     if size > LARGEST_MB && !options.debug {
-        bail!("the image has {size:.1} MB; it should stay below {LARGEST_MB} MB");
+        bail!("the image has {size:.1} MB; expected less than {LARGEST_MB} MB");
     }
     Ok(archive)
 }
 
-/// What the image holds.
+/// Writes the content of the image.
 fn fill(root: &Path, artifacts: &Artifacts, debug: bool) -> Result<()> {
     for program in [&artifacts.cistern, &artifacts.cistern_cni] {
         let name = program.file_name().context("a program without a name")?;
@@ -82,13 +81,13 @@ fn fill(root: &Path, artifacts: &Artifacts, debug: bool) -> Result<()> {
     copy(Path::new(AUTHORITIES), &root.join(AUTHORITIES.trim_start_matches('/')))
 }
 
-/// The libraries that a program loads, by the paths that it looks for them under.
+/// The shared libraries of a program, by the paths that the dynamic linker resolves.
 fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let listed = process::output(Command::new("ldd").arg(program))?;
     Ok(listed.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect())
 }
 
-/// A place for buildah to work in.
+/// Storage for buildah.
 struct Store {
     directory: PathBuf,
 }
@@ -97,7 +96,7 @@ impl Store {
     fn buildah(&self, arguments: &[&OsStr]) -> Command {
         let mut command = Command::new("buildah");
         command.arg("--root").arg(self.directory.join("root")).arg("--runroot").arg(self.directory.join("run"));
-        // Works in containers, too, and nothing is run while this image is built.
+        // The driver works in containers, too, and no container is run by this build.
         command.args(["--storage-driver", "vfs"]).args(arguments);
         command
     }

@@ -1,21 +1,21 @@
-//! Cistern's developer commands, and the ones that CI calls: `cargo xtask --help`.
+//! Cistern's commands for developers and CI: `cargo xtask --help`.
 //!
 //! | module | command |
 //! |---|---|
 //! | [`setup`] | `setup`: installs what the other commands need |
-//! | [`ebpf`] | `build-ebpf`: the kernel programs, with whichever toolchain can build them |
+//! | [`ebpf`] | `build-ebpf`: the kernel programs, with the first toolchain that can build them |
 //! | [`build`] | `build`: kernel programs, then the binaries |
 //! | [`image`] | `image`: the container image |
-//! | [`generate`] | `gen`: the files that are derived from code |
-//! | [`check`] | `check`: everything that is judged without running Cistern |
+//! | [`generate`] | `gen`: generated files |
+//! | [`check`] | `check`: static checks |
 //! | [`test`] | `test`: all of the above and every test |
-//! | [`bench`] | `bench`: speed and size |
-//! | [`simulate`] | `simulate`: random bad days of operators and agents, by seed |
+//! | [`bench`] | `bench`: throughput, latency and size |
+//! | [`simulate`] | `simulate`: operators and agents with random faults, by seed |
 //! | [`demo`] | `demo`: two nodes on this machine |
 //! | [`cluster`] | `cluster`: a real Kubernetes cluster on this machine |
-//! | [`conformance`] | `conformance`: Kubernetes' own network specs in such a cluster |
+//! | [`conformance`] | `conformance`: Kubernetes' network e2e specs in such a cluster |
 //!
-//! [`times`] records how long everything took; [`workspace`] knows the paths and what Cargo knows of them; [`process`] starts other programs.
+//! [`times`] records durations; [`workspace`] has the paths and Cargo's metadata; [`process`] starts other programs.
 
 mod bench;
 mod build;
@@ -46,7 +46,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Installs what is missing (Debian, as root), or prints it and stops
+    /// Installs what is missing (Debian, as root), or prints it and fails
     Setup,
     /// Builds the kernel programs into target/ebpf/cistern.o
     BuildEbpf,
@@ -54,22 +54,22 @@ enum Command {
     Build(build::Options),
     /// Builds the container image: target/image/cistern.tar
     Image(image::Options),
-    /// Writes every generated file anew
+    /// Writes all generated files
     Gen(generate::Options),
-    /// Format, lints, layers, generated files and the rules of the tree
+    /// Checks format, lints, layers, generated files and conventions
     Check(check::Options),
-    /// Build, check and every test; ends with one line of counts
+    /// Builds, checks and runs the tests; ends with one line of counts
     Test(test::Options),
-    /// Measures speed and size, and prints medians
+    /// Measures throughput, latency and size, and prints medians
     Bench(bench::Options),
     /// Runs seeds of the simulation of operators and agents
     Simulate(simulate::Options),
-    /// Two nodes, four pods and an outside host on this machine (as root)
+    /// Runs two nodes, four pods and an external host on this machine (as root)
     Demo(demo::Options),
-    /// A real Kubernetes cluster on this machine (as root)
+    /// Manages a real Kubernetes cluster on this machine (as root)
     #[command(disable_help_flag = true)]
     Cluster(cluster::Options),
-    /// Kubernetes' own network specs in a real cluster (as root)
+    /// Runs Kubernetes' network e2e specs in a real cluster (as root)
     Conformance(conformance::Options),
 }
 

@@ -1,4 +1,4 @@
-//! Starting other programs: what is run is printed, what fails is named.
+//! Starting other programs. Commands are printed; errors name the command.
 
 use anyhow::{Context, Result, bail};
 use std::ffi::OsStr;
@@ -6,8 +6,8 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
-/// `cargo run` and rustup's proxies describe *this* build in the environment. Handed on, it makes the inner Cargo use
-/// the wrong compiler, or build everything again because a build script watches one of these variables.
+/// Whether `cargo run` or rustup's proxies set the variable for *this* build. Inherited, it would make the inner Cargo
+/// use the wrong compiler, or rebuild everything because a build script tracks it.
 fn describes_this_build(variable: &str) -> bool {
     const OF_THE_USER: [&str; 6] =
         ["CARGO_HOME", "CARGO_TARGET_DIR", "CARGO_BUILD_JOBS", "CARGO_INCREMENTAL", "CARGO_TERM_", "CARGO_NET_"];
@@ -18,7 +18,7 @@ fn describes_this_build(variable: &str) -> bool {
     variable.starts_with("CARGO_") && !OF_THE_USER.iter().chain(&OF_REGISTRIES).any(|kept| variable.starts_with(kept))
 }
 
-/// Variables with which a caller bends the compiler. The kernel programs are built with our flags and no others.
+/// Variables that choose compilers and flags. The kernel programs are built with our flags only.
 const COMPILER_CHOICES: [&str; 8] = [
     "RUSTC",
     "RUSTC_WRAPPER",
@@ -38,7 +38,7 @@ pub(crate) fn cargo(directory: &Path) -> Command {
     command
 }
 
-/// Removes from `command` what describes the build of this program.
+/// Removes from `command` the variables that describe the build of this program.
 fn forget_this_build(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         if name.to_str().is_some_and(describes_this_build) {
@@ -47,7 +47,7 @@ fn forget_this_build(command: &mut Command) {
     }
 }
 
-/// A program that chooses its compiler itself: neither this build's nor the caller's choices reach it.
+/// A program that chooses its compiler itself: without the variables of this build or of the caller.
 pub(crate) fn with_own_compiler(program: &str, directory: &Path) -> Command {
     let mut command = Command::new(program);
     command.current_dir(directory);
@@ -58,7 +58,7 @@ pub(crate) fn with_own_compiler(program: &str, directory: &Path) -> Command {
     command
 }
 
-/// The command as one would type it.
+/// The command as typed in a shell.
 pub(crate) fn shown(command: &Command) -> String {
     let program = Path::new(command.get_program());
     let mut words = vec![program.file_name().unwrap_or(program.as_os_str()).to_string_lossy().into_owned()];
@@ -92,7 +92,7 @@ pub(crate) fn stream(command: &mut Command, mut on_line: impl FnMut(&str)) -> Re
     if let Some(stdout) = child.stdout.take() {
         let mut reader = BufReader::new(stdout);
         let mut line = Vec::new();
-        // Bytes, not `lines()`: what a test prints need not be UTF-8, and must not end the reading.
+        // Bytes, not `lines()`, because the output of tests need not be UTF-8.
         while reader.read_until(b'\n', &mut line).with_context(|| format!("reading from `{}`", shown(command)))? > 0 {
             let text = String::from_utf8_lossy(&line);
             print!("{text}");
@@ -110,10 +110,10 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
         let said = String::from_utf8_lossy(&output.stderr);
         bail!("`{}` ended with {}: {}", shown(command), output.status, said.trim());
     }
-    String::from_utf8(output.stdout).with_context(|| format!("`{}` printed what is not UTF-8", shown(command)))
+    String::from_utf8(output.stdout).with_context(|| format!("`{}` printed output that is not UTF-8", shown(command)))
 }
 
-/// Where `program` is: on `PATH`, or where Debian keeps the administrator's programs.
+/// The path of `program`: on `PATH`, or in Debian's directories for the administrator.
 pub(crate) fn find(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
@@ -122,7 +122,7 @@ pub(crate) fn find(program: &str) -> Option<PathBuf> {
         .find(|candidate| candidate.is_file())
 }
 
-/// `PATH` with `directory` before everything else.
+/// `PATH` with `directory` in front.
 pub(crate) fn path_with(directory: impl AsRef<OsStr>) -> std::ffi::OsString {
     let mut path = directory.as_ref().to_owned();
     if let Some(rest) = std::env::var_os("PATH") {
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_describes_this_build_is_told_from_what_the_user_set() {
+    fn variables_of_this_build_are_distinguished_from_the_user_s() {
         for ours in ["CARGO", "CARGO_MANIFEST_DIR", "CARGO_PKG_NAME", "CARGO_ENCODED_RUSTFLAGS", "LD_LIBRARY_PATH"] {
             assert!(describes_this_build(ours), "{ours}");
         }
@@ -147,14 +147,14 @@ mod tests {
     }
 
     #[test]
-    fn a_command_is_shown_as_one_would_type_it() {
+    fn a_command_is_shown_as_typed_in_a_shell() {
         let mut command = Command::new("/usr/bin/cargo");
         command.args(["test", "--test", "*", ""]);
         assert_eq!(shown(&command), "cargo test --test '*' ''");
     }
 
     #[test]
-    fn streamed_lines_arrive_even_when_they_are_not_text() {
+    fn streamed_lines_need_not_be_utf8() {
         let mut lines = Vec::new();
         let status = stream(Command::new("sh").args(["-c", r"printf 'a\n\377b\nc'; exit 3"]), |line| {
             lines.push(line.to_owned());

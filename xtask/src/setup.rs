@@ -1,7 +1,7 @@
-//! What the other commands need, and how to get it.
+//! Installation of what the other commands need.
 //!
-//! On Debian, as root, what is missing is installed; elsewhere it is printed with the command that would do it, and
-//! setup fails. A second run finds everything and changes nothing.
+//! On Debian, as root, missing packages are installed; elsewhere setup prints them with the command to install them,
+//! and fails. It is idempotent.
 
 use crate::ebpf;
 use crate::process::{self, find, path_with};
@@ -11,17 +11,17 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
 
-/// A program that must be there.
+/// A required program.
 struct Program {
     /// Its name on `PATH`, or its path.
     name: &'static str,
-    /// The Debian package that has it.
+    /// The Debian package that provides it.
     package: &'static str,
-    /// Who calls it.
+    /// What it is used by.
     used_by: &'static str,
 }
 
-/// A C compiler is not among them: without one, this program could not have been built.
+/// No C compiler is listed: without one, this program could not have been built.
 const PROGRAMS: [Program; 15] = [
     Program { name: "git", package: "git", used_by: "check" },
     Program { name: "ip", package: "iproute2", used_by: "namespace tests, demo" },
@@ -44,49 +44,49 @@ const PROGRAMS: [Program; 15] = [
     Program { name: "/etc/ssl/certs/ca-certificates.crt", package: "ca-certificates", used_by: "image" },
 ];
 
-/// What only `conformance` needs: where it cannot be installed, that is told and no failure.
+/// Needed by `conformance` only. If they cannot be installed, setup reports it and succeeds.
 const CONFORMANCE_PROGRAMS: [Program; 3] = [
     Program { name: "dig", package: "bind9-dnsutils", used_by: "conformance: the test image" },
     Program { name: "wget", package: "wget", used_by: "conformance: the test image" },
     Program { name: "nc.openbsd", package: "netcat-openbsd", used_by: "conformance: the test image" },
 ];
 
-/// The oldest Go that fetches by itself the release that a module asks for.
+/// The oldest Go that downloads the toolchain that a module requires.
 const OLDEST_GO: u32 = 21;
 
-/// The release of bpf-linker that is known to build these programs.
+/// The version of bpf-linker that is known to build these programs.
 const LINKER_VERSION: &str = "0.13";
-/// The LLVM versions that this bpf-linker can be built on, the preferred ones first.
+/// The LLVM versions that bpf-linker can be built with, in order of preference.
 const LINKER_LLVM: [u32; 3] = [22, 21, 23];
-/// The LLVM of the Rust release that the workspace asks for: an older linker could not read a nightly's output.
+/// The LLVM of the workspace's Rust version: an older linker could not read a nightly's bitcode.
 const OLDEST_LLVM: u32 = 22;
-/// What `cargo install bpf-linker` needs next to LLVM itself.
+/// What `cargo install bpf-linker` needs besides LLVM itself.
 const LINKER_LIBRARIES: [&str; 4] = ["g++", "zlib1g-dev", "libzstd-dev", "libxml2-dev"];
-/// The toolchain of Debian that carries a compiled `core` for the kernel's target.
+/// Debian's toolchain with a precompiled `core` for the eBPF target.
 const COMPILED_TOOLCHAIN: [&str; 2] = ["rustc-web", "libstd-rust-web-dev-bpf"];
 
-/// Finds or installs everything, and says what is there.
+/// Checks and installs everything, and prints the result.
 pub(crate) fn run(workspace: &Workspace) -> Result<()> {
     let mut packages = Packages::of_this_machine();
     install_programs(&mut packages, &PROGRAMS)?;
     if let Err(error) = install_programs(&mut packages, &CONFORMANCE_PROGRAMS) {
-        eprintln!("setup: `cargo xtask conformance` is not possible here: {error:#}");
+        eprintln!("setup: `cargo xtask conformance` cannot run on this machine: {error:#}");
     }
     install_components(workspace)?;
     install_go(&mut packages)?;
-    // The linker first: a compiler newer than the linker's LLVM will not do.
+    // The linker first: the compiler must not be newer than the linker's LLVM.
     install_linker(workspace, &mut packages)?;
     install_kernel_toolchain(&mut packages)?;
     let toolchain = ebpf::toolchain().map_err(|refused| {
         anyhow::anyhow!("no toolchain can build the kernel programs:\n  - {}", refused.join("\n  - "))
     })?;
-    eprintln!("setup: all there; kernel programs are built with {toolchain}");
+    eprintln!("setup: complete; kernel programs are built with {toolchain}");
     Ok(())
 }
 
-/// Debian's package tools, or the knowledge that there are none.
+/// Debian's package manager, if available.
 struct Packages {
-    /// Why nothing can be installed here.
+    /// Why packages cannot be installed.
     refusal: Option<&'static str>,
     lists_are_fresh: bool,
 }
@@ -103,7 +103,7 @@ impl Packages {
         Self { refusal, lists_are_fresh: false }
     }
 
-    /// Fetches the lists once. Before that, apt may know no package at all.
+    /// Updates the package lists once. A fresh container has none.
     fn refresh(&mut self) -> Result<()> {
         if !self.lists_are_fresh {
             process::run(Command::new("apt-get").arg("update"))?;
@@ -122,7 +122,7 @@ impl Packages {
         Ok(policy.lines().any(|line| line.trim().starts_with("Candidate:") && !line.contains("(none)")))
     }
 
-    /// Installs `packages`, or fails with the command that would.
+    /// Installs `packages`, or fails with the command to do so.
     fn install(&mut self, packages: &BTreeSet<&str>) -> Result<()> {
         let names = packages.iter().copied().collect::<Vec<_>>().join(" ");
         if let Some(refusal) = self.refusal {
@@ -151,17 +151,14 @@ fn install_programs(packages: &mut Packages, programs: &[Program]) -> Result<()>
     if wanted.is_empty() { Ok(()) } else { packages.install(&wanted) }
 }
 
-/// The parts of the Rust toolchain that `check` calls.
+/// The components of the Rust toolchain that `check` needs.
 fn install_components(workspace: &Workspace) -> Result<()> {
     for (subcommand, component) in [("fmt", "rustfmt"), ("clippy", "clippy")] {
         if process::output(workspace.cargo().args([subcommand, "--version"])).is_ok() {
             continue;
         }
         if find("rustup").is_none() {
-            bail!(
-                "`cargo {subcommand}` is missing and there is no rustup to add it: install {component} for {}",
-                rustc()
-            );
+            bail!("`cargo {subcommand}` is missing, and so is rustup: install {component} for {}", rustc());
         }
         process::run(Command::new("rustup").current_dir(workspace.root()).args(["component", "add", component]))
             .with_context(|| format!("adding {component}"))?;
@@ -169,8 +166,8 @@ fn install_components(workspace: &Workspace) -> Result<()> {
     Ok(())
 }
 
-/// What builds Helm for the tests of the chart, and Kubernetes for the cluster. Not everybody needs it, so its lack is told
-/// and no failure.
+/// Go, which builds Helm for the chart's tests and Kubernetes for the cluster. If it cannot be installed, setup reports
+/// it and succeeds.
 fn install_go(packages: &mut Packages) -> Result<()> {
     if process::output(Command::new("go").arg("version")).is_ok_and(|said| go_minor(&said) >= Some(OLDEST_GO)) {
         return Ok(());
@@ -203,22 +200,22 @@ fn rustc() -> String {
         .map_or_else(|_| "the Rust toolchain".to_owned(), |version| version.trim().to_owned())
 }
 
-/// A compiler for the kernel programs: nightly's sources where rustup can bring them, else Debian's compiled `core`.
+/// A compiler for the kernel programs: nightly with sources if rustup can install it, else Debian's precompiled `core`.
 fn install_kernel_toolchain(packages: &mut Packages) -> Result<()> {
     let Err(before) = ebpf::toolchain() else { return Ok(()) };
     if find("rustup").is_some() {
-        eprintln!("setup: no toolchain for the kernel programs yet ({})", before.join("; "));
+        eprintln!("setup: no toolchain for the kernel programs is installed ({})", before.join("; "));
         let mut add = Command::new("rustup");
         add.args(["toolchain", "install", "nightly", "--profile", "minimal"]);
         add.args(["--component", "rust-src", "--no-self-update"]);
         let has_nightly = process::output(Command::new("rustup").args(["run", "nightly", "rustc", "-V"])).is_ok();
         if has_nightly {
-            // Adding to the nightly that is there keeps its date; installing would fetch the newest one.
+            // Adding a component to an installed nightly keeps its date; installing would fetch the newest one.
             add = Command::new("rustup");
             add.args(["component", "add", "rust-src", "--toolchain", "nightly"]);
         }
         if !process::status(&mut add)?.success() {
-            eprintln!("setup: rustup cannot add it, so Debian's compiler is tried");
+            eprintln!("setup: rustup cannot install it; trying Debian's compiler");
         }
     }
     let Err(refused) = ebpf::toolchain() else { return Ok(()) };
@@ -230,7 +227,7 @@ fn install_kernel_toolchain(packages: &mut Packages) -> Result<()> {
     packages.install(&COMPILED_TOOLCHAIN.into())
 }
 
-/// The linker, built on an LLVM that reads what the compiler writes.
+/// The linker, built with an LLVM that reads the compiler's bitcode.
 fn install_linker(workspace: &Workspace, packages: &mut Packages) -> Result<()> {
     let mut probe = Command::new("bpf-linker");
     probe.arg("--version").env("PATH", path_with(ebpf::cargo_bin()));
@@ -244,7 +241,7 @@ fn install_linker(workspace: &Workspace, packages: &mut Packages) -> Result<()> 
         (version, None) => format!("found {version}"),
         (version, Some(llvm)) => format!("found {version} on LLVM {llvm}"),
     };
-    eprintln!("setup: bpf-linker {LINKER_VERSION} on LLVM {OLDEST_LLVM} or newer is wanted; {found}");
+    eprintln!("setup: bpf-linker {LINKER_VERSION} on LLVM {OLDEST_LLVM} or newer is required; {found}");
     let by_hand = |llvm: u32| {
         format!(
             "PATH=/usr/lib/llvm-{llvm}/bin:$PATH cargo install bpf-linker --locked --version ^{LINKER_VERSION} \
@@ -263,8 +260,8 @@ fn install_linker(workspace: &Workspace, packages: &mut Packages) -> Result<()> 
     }
     let Some(llvm) = chosen else {
         bail!(
-            "apt has no LLVM that bpf-linker {LINKER_VERSION} and the kernel programs' compiler agree on: wanted \
-             llvm-{OLDEST_LLVM}-dev or newer, up to {}; with one from elsewhere, `{}`",
+            "apt has no LLVM that both bpf-linker {LINKER_VERSION} and the kernel programs' compiler support: expected \
+             llvm-{OLDEST_LLVM}-dev or newer, up to {}; after installing one from another source, run `{}`",
             LINKER_LLVM.into_iter().max().unwrap_or(OLDEST_LLVM),
             by_hand(OLDEST_LLVM)
         );
@@ -280,7 +277,7 @@ fn install_linker(workspace: &Workspace, packages: &mut Packages) -> Result<()> 
     process::run(&mut install)
 }
 
-/// Whether `bpf-linker --version` told of the release that is wanted.
+/// Whether `bpf-linker --version` prints the required version.
 fn is_wanted_linker(version: &str) -> bool {
     version
         .split_whitespace()
@@ -294,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_wanted_linker_will_do() {
+    fn only_the_required_linker_is_accepted() {
         for (version, good) in [
             ("bpf-linker 0.13.0\n", true),
             ("bpf-linker 0.13\n", true),
@@ -307,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn the_release_of_go_is_found_in_what_go_and_debian_say() {
+    fn the_version_of_go_is_parsed_from_go_s_and_debian_s_output() {
         for (text, minor) in [
             ("go version go1.26.8 linux/amd64\n", Some(26)),
             (" 2:1.19~1", Some(19)),
@@ -320,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_apt_is_told_the_packages() {
+    fn a_machine_without_apt_gets_the_list_of_packages() {
         let mut packages = Packages { refusal: Some("this is not Debian"), lists_are_fresh: false };
         let error = packages.install(&["bpftool", "iproute2"].into()).unwrap_err().to_string();
         assert!(error.contains("not Debian") && error.contains("bpftool iproute2"), "{error}");

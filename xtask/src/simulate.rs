@@ -9,8 +9,8 @@ use std::time::Instant;
 
 const PROGRAM: &str = "cistern-simulate";
 
-/// How our packages are built for it alone: to optimise them takes several times as long as the debug build. Those of the
-/// standard library's assertions that cost a fifth of the time are left out where we have none of our own.
+/// Profile overrides. Optimising our own packages takes several times as long as the debug build. Assertions of the
+/// standard library that cost a fifth of the time are disabled in packages without assertions of ours.
 const PROFILE: [(&str, &[&str]); 4] = [
     ("cistern-core", &["opt-level=1"]),
     ("cistern-crds", &["opt-level=1"]),
@@ -18,38 +18,38 @@ const PROFILE: [(&str, &[&str]); 4] = [
     ("cistern-tests", &["opt-level=1", "debug-assertions=false", "overflow-checks=true"]),
 ];
 
-/// What `simulate` can be told.
+/// Options of `simulate`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
-    /// How many seeds to run [default: 2000]
+    /// Number of seeds [default: 2000]
     #[arg(long)]
     seeds: Option<u64>,
-    /// The first seed [default: follows from the commit, so that each change explores seeds of its own; 0 without git]
+    /// First seed [default: derived from the commit, so that each change explores other seeds; 0 without git]
     #[arg(long)]
     from: Option<u64>,
-    /// Print everything that happened
+    /// Print all events
     #[arg(long)]
     log: bool,
 }
 
-/// Seeds of a run that names no number. They cost about as much as the optimised build.
+/// Default number of seeds. They take about as long as the optimised build.
 const SEEDS: u64 = 2000;
 
-/// Where the seeds of a commit begin: its first eight digits, so that seeds stay short enough to type.
+/// The first seed of a commit: its first eight digits, so that seeds are short enough to type.
 fn first_seed(commit: Option<&str>) -> u64 {
     commit.and_then(|commit| commit.get(..8)).and_then(|digits| u64::from_str_radix(digits, 16).ok()).unwrap_or(0)
 }
 
-/// Builds the program and runs seeds on all processors; fails when one of them does.
+/// Builds the program and runs seeds on all processors; fails if one of them fails.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let seeds = options.seeds.unwrap_or(SEEDS);
     let from = options.from.unwrap_or_else(|| first_seed(times::commit(workspace).as_deref()));
     eprintln!("simulate: {seeds} seeds from {from}");
     let start = Instant::now();
     let mut command = workspace.cargo();
-    // It would win over the configuration, and seeds would not replay.
+    // It would override the configuration, and seeds would not be reproducible.
     command.env_remove("RUSTFLAGS");
-    // In more pieces, for a next build, it would run longer than that saves.
+    // Incremental builds have more codegen units, and cost more run time than they save in compilation.
     command.args(["run", "--locked", "--bin", PROGRAM]).env("CARGO_INCREMENTAL", "0");
     for (package, settings) in PROFILE {
         for setting in settings {
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_commit_names_its_first_seed() {
+    fn the_first_seed_is_derived_from_the_commit() {
         assert_eq!(first_seed(Some("00000010deadbeef")), 16);
         assert_eq!(first_seed(Some("ffffffff00000000")), u64::from(u32::MAX));
         assert_eq!((first_seed(Some("no commit")), first_seed(Some("ab")), first_seed(None)), (0, 0, 0));

@@ -1,8 +1,9 @@
-//! Everything that can go wrong, in one command: build, check, then every test.
+//! All checks and tests in one command: build, check, then the tests.
 //!
-//! A failed stage does not stop the others. The run ends with one line, `N passed, N failed, N skipped`; above it are
-//! the time of each stage and the name of everything that failed or was skipped; `target/times.json` has the time of each test. `passed` counts tests alone; a stage
-//! that breaks without a test to blame (a compile error, a crash, a rule of `check`) counts as one failure.
+//! A failed stage does not stop the others. The run ends with one line, `N passed, N failed, N skipped`, after the
+//! duration of each stage and the names of what failed or was skipped; `target/times.json` has the duration of each
+//! test. `passed` counts tests only. A stage that fails without a failed test (a compile error, a crash, a rule of
+//! `check`) counts as one failure.
 
 mod report;
 
@@ -15,7 +16,7 @@ use anyhow::{Result, bail};
 use report::{Listing, Totals};
 use std::time::{Duration, Instant};
 
-/// What `test` can be told.
+/// Options of `test`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
     /// Only tests whose name contains this
@@ -23,14 +24,14 @@ pub(crate) struct Options {
     /// Only these stages: build, check, unit, script, chart, netns, ebpf, servers, cluster
     #[arg(long, value_delimiter = ',', conflicts_with = "cluster")]
     stage: Vec<String>,
-    /// The stages `servers` and `cluster`, which are no part of the others: a real kube-apiserver, then a real cluster
+    /// The stages `servers` and `cluster`, which are not run by default: a real kube-apiserver, then a real cluster
     #[arg(long)]
     cluster: bool,
-    /// Includes what is too long for every change: all stages, every script on the real API server, all rounds of the scripts,
-    /// and the longest cases of the real cluster
+    /// Include what takes too long for every change: all stages, all scripts on the real API server, all rounds of the
+    /// scripts, and the longest cases of the real cluster
     #[arg(long)]
     thorough: bool,
-    /// Release of Kubernetes for those two: one of tests/kubernetes/kubernetes-*
+    /// Kubernetes version for these two stages: one of tests/kubernetes/kubernetes-*
     #[arg(long)]
     kubernetes: Option<String>,
     /// Accept that the stages that need root are skipped
@@ -38,29 +39,29 @@ pub(crate) struct Options {
     unprivileged: bool,
 }
 
-/// A part of the run.
+/// A stage of the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Build,
     Check,
-    /// Tests that belong to one package, those of its documentation included.
+    /// Tests of single packages, including those in documentation.
     Unit,
     /// A test target of [`TESTS_PACKAGE`].
     Target {
         name: &'static str,
-        /// Whether it makes namespaces, interfaces or loads programs.
+        /// Whether it creates namespaces or interfaces, or loads programs.
         privileged: bool,
-        /// How many of its tests run for each processor; as many as it likes where that is none.
+        /// Number of tests in parallel per processor; the harness's default if `None`.
         per_processor: Option<usize>,
-        /// Whether it has the standard harness, which reports times when it is asked to.
+        /// Whether it has the standard harness, which can report durations.
         standard: bool,
     },
 }
 
-/// What runs against a real kube-apiserver. It is not run unless it is asked for: with nothing cached it first builds that.
+/// Tests against a real kube-apiserver. Not run by default: without a cache, it is built from source first.
 const SERVERS: Stage = Stage::Target { name: "servers", privileged: false, per_processor: None, standard: false };
 
-/// What runs in a real cluster, with the image of the debug build. It is not run unless it is asked for, either.
+/// Tests in a real cluster, with the image of the debug build. Not run by default.
 const CLUSTER: Stage = Stage::Target { name: "cluster", privileged: true, per_processor: None, standard: false };
 
 const STAGES: [Stage; 9] = [
@@ -69,7 +70,7 @@ const STAGES: [Stage; 9] = [
     Stage::Unit,
     Stage::Target { name: "script", privileged: false, per_processor: None, standard: false },
     Stage::Target { name: "chart", privileged: false, per_processor: None, standard: true },
-    // Its tests wait for the kernel and for processes most of the time.
+    // Its tests mostly wait for the kernel and other processes.
     Stage::Target { name: "netns", privileged: true, per_processor: Some(2), standard: true },
     Stage::Target { name: "ebpf", privileged: true, per_processor: None, standard: true },
     SERVERS,
@@ -97,7 +98,7 @@ impl Options {
     }
 }
 
-/// Runs the stages and returns whether all is well.
+/// Runs the stages and returns whether all succeeded.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<bool> {
     if let Some(unknown) = options.stage.iter().find(|name| !STAGES.iter().any(|stage| stage.name() == *name)) {
         let known: Vec<&str> = STAGES.iter().map(|stage| stage.name()).collect();
@@ -145,7 +146,7 @@ fn stage_run(
             }
         }
         Stage::Unit => {
-            // The other stages' tests, too: one after the other, each would keep a single processor busy.
+            // Build the tests of all stages at once: one after the other, each would keep a single processor busy.
             process::run(workspace.cargo().args(["test", "--locked", "--no-run"]))?;
             let mut tests = vec!["--lib".to_owned(), "--bins".to_owned()];
             for name in workspace.metadata()?.tests_of_packages() {
@@ -196,9 +197,8 @@ fn stage_run(
     Ok(())
 }
 
-/// Arguments of `cargo test` with which the standard harness reports the time of each test. It does so on a stable toolchain only
-/// when its environment says that unstable options are welcome; the compiler's environment says no such thing, or everything would
-/// be built again.
+/// Arguments of `cargo test` with which the standard harness reports the duration of each test. On a stable toolchain
+/// it does so only if RUSTC_BOOTSTRAP is set in its environment; set for the compiler, everything would be rebuilt.
 fn with_times(tests: Vec<String>, harness: &[String]) -> Vec<String> {
     let runner = r#"target."cfg(unix)".runner=["env","RUSTC_BOOTSTRAP=1"]"#;
     let mut arguments = vec!["--config".to_owned(), runner.to_owned()];
@@ -208,8 +208,8 @@ fn with_times(tests: Vec<String>, harness: &[String]) -> Vec<String> {
     arguments
 }
 
-/// Runs `cargo test` and adds what it counted. The packages are always the same ones: another choice would unite other
-/// features, and build the dependencies anew.
+/// Runs `cargo test` and adds its counts. The selected packages are always the same: another selection would unify
+/// other features, and rebuild the dependencies.
 fn cargo_test(
     workspace: &Workspace,
     options: &Options,
@@ -233,7 +233,7 @@ fn cargo_test(
     Ok(())
 }
 
-/// A test target of the tests package that no stage names would never run, and a stage without a target runs nothing.
+/// A test target of the tests package without a stage would never run, and a stage without a target tests nothing.
 fn check_targets_are_known(metadata: &Metadata) -> Result<()> {
     let staged: Vec<&str> = STAGES
         .iter()
@@ -252,7 +252,7 @@ pub(crate) fn is_root() -> bool {
     status_field("Uid:").is_some_and(|ids| ids.split_whitespace().nth(1) == Some("0"))
 }
 
-/// What this process lacks for namespaces, interfaces and kernel programs, by name.
+/// The capabilities that this process lacks for namespaces, interfaces and kernel programs, by name.
 fn missing_privileges() -> Vec<String> {
     /// Numbers from `capabilities(7)`.
     const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (21, "CAP_SYS_ADMIN"), (39, "CAP_BPF")];
@@ -265,7 +265,7 @@ fn missing_privileges() -> Vec<String> {
     missing
 }
 
-/// A line of `/proc/self/status`, without its name.
+/// A field of `/proc/self/status`, without its name.
 fn status_field(name: &str) -> Option<String> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status.lines().find_map(|line| line.strip_prefix(name)).map(|rest| rest.trim().to_owned())

@@ -1,4 +1,4 @@
-//! How long stages and tests took: `target/times.json`, so that what CI spends its time on is measured and not guessed.
+//! Durations of stages and tests, in `target/times.json`, so that the time of CI is measured.
 
 use crate::process;
 use crate::workspace::Workspace;
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-/// The file. A stage replaces its former entry; the others stay, so that several commands fill one file.
+/// The file. A stage replaces its previous entry only, so that several commands fill one file.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Times {
     stages: BTreeMap<String, StageTimes>,
@@ -18,22 +18,22 @@ struct Times {
 /// A stage.
 #[derive(Debug, Serialize, Deserialize)]
 struct StageTimes {
-    /// Commit that was checked out; empty without git.
+    /// The commit that was checked out; empty without git.
     commit: String,
     /// Processors of the machine.
     processors: usize,
     /// Whether the run was a thorough one.
     thorough: bool,
-    /// The whole stage, compiling included.
+    /// The whole stage, including compilation.
     seconds: f64,
-    /// Its tests by name. Several run at a time, so the sum may exceed the whole. Tests in documentation are not listed.
+    /// Its tests by name. They run in parallel, so the sum may exceed the whole. Tests in documentation are not listed.
     tests: BTreeMap<String, f64>,
 }
 
-/// Notes what a stage took.
+/// Records the duration of a stage.
 ///
 /// # Errors
-/// When the file cannot be written.
+/// The file cannot be written.
 pub(crate) fn record(
     workspace: &Workspace,
     stage: &str,
@@ -57,15 +57,15 @@ pub(crate) fn record(
     std::fs::write(&path, json).with_context(|| format!("write {}", path.display()))
 }
 
-/// Where the times are.
+/// The path of the file.
 ///
 /// # Errors
-/// When Cargo does not know its target folder.
+/// Cargo does not know its target folder.
 pub(crate) fn path(workspace: &Workspace) -> Result<PathBuf> {
     Ok(workspace.metadata()?.target_directory.join("times.json"))
 }
 
-/// The commit that is checked out, in hexadecimal digits; none without git.
+/// The commit that is checked out, in hexadecimal; `None` without git.
 pub(crate) fn commit(workspace: &Workspace) -> Option<String> {
     let mut git = Command::new("git");
     git.current_dir(workspace.root()).args(["rev-parse", "--verify", "--quiet", "HEAD"]);

@@ -1,4 +1,4 @@
-//! Where things are, and what Cargo and git know of them.
+//! Paths of the workspace, and what Cargo and git know about it.
 
 use crate::process;
 use anyhow::{Context, Result};
@@ -10,10 +10,10 @@ use std::process::Command;
 pub(crate) const EBPF_TARGET: &str = "bpfel-unknown-none";
 /// The package of the kernel programs.
 pub(crate) const EBPF_PACKAGE: &str = "cistern-ebpf";
-/// The package of everything that needs more than one crate to be tested.
+/// The package of the tests that need more than one crate.
 pub(crate) const TESTS_PACKAGE: &str = "cistern-tests";
 
-/// The tree that this program was built from.
+/// The workspace that this program was built from.
 #[derive(Debug)]
 pub(crate) struct Workspace {
     root: PathBuf,
@@ -37,7 +37,7 @@ impl Workspace {
         process::cargo(&self.root)
     }
 
-    /// The files that git tracks or would track, relative to the root, sorted. Deleted ones are left out.
+    /// The files that git tracks or would track, relative to the root, sorted, without deleted ones.
     pub(crate) fn files(&self) -> Result<Vec<PathBuf>> {
         let listed = process::output(Command::new("git").current_dir(&self.root).args([
             "ls-files",
@@ -53,12 +53,12 @@ impl Workspace {
         Ok(files)
     }
 
-    /// What Cargo knows of our own packages.
+    /// Cargo's metadata of our own packages.
     pub(crate) fn metadata(&self) -> Result<Metadata> {
         let mut command = self.cargo();
         command.args(["metadata", "--format-version", "1", "--no-deps", "--locked", "--offline"]);
         let json = process::output(&mut command)?;
-        serde_json::from_str(&json).context("`cargo metadata` printed what is not its format")
+        serde_json::from_str(&json).context("the output of `cargo metadata` has an unknown format")
     }
 }
 
@@ -81,7 +81,7 @@ impl Metadata {
             .collect()
     }
 
-    /// The test targets that stand beside the package they test, by name.
+    /// The test targets in the packages they test, by name.
     pub(crate) fn tests_of_packages(&self) -> Vec<String> {
         self.packages
             .iter()
@@ -100,17 +100,17 @@ pub(crate) struct Package {
     pub(crate) targets: Vec<Target>,
 }
 
-/// A line under `[dependencies]` and its kin.
+/// A line under `[dependencies]`, `[dev-dependencies]` or `[build-dependencies]`.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Dependency {
     pub(crate) name: String,
-    /// Nothing for a normal dependency, else `dev` or `build`.
+    /// None for a normal dependency, else `dev` or `build`.
     pub(crate) kind: Option<String>,
-    /// Nothing for a path dependency.
+    /// None for a path dependency.
     pub(crate) source: Option<String>,
 }
 
-/// Something that Cargo builds.
+/// A build target.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Target {
     pub(crate) name: String,

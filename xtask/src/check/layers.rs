@@ -1,27 +1,28 @@
-//! Which module of the agent may name which other, and which may name which crate.
+//! Which modules and crates each module of the agent may import.
 //!
-//! Imports point one way: `app` knows everything, controllers know tables and the core, adapters know the outside
-//! thing they are named for. So an adapter can be replaced or faked by itself, and a controller can be tested with
-//! neither a kernel nor an API server.
+//! Imports have one direction: `app` imports everything, controllers import tables and the core, adapters import the
+//! external system they are named after. An adapter can thus be replaced or faked by itself, and a controller can be
+//! tested with neither a kernel nor an API server.
 
 use super::tokens::{Reference, Source, references};
 use std::path::{Component, Path};
 
-/// The source folder that the table below is about.
+/// The source folder that the table below describes.
 const AGENT: &str = "agent/src";
 
-/// A top module of the agent (or one of its binaries), and the paths below `crate` that it may name besides itself.
+/// A top-level module of the agent (or one of its binaries), and the paths below `crate` that it may import besides
+/// itself.
 struct Layer {
     name: &'static str,
     may_name: &'static [&'static str],
 }
 
 /// Every module may read the time, hand over blocking work, count and log.
-const EVERYBODY_MAY_NAME: [&str; 3] = ["blocking", "clock", "telemetry"];
+const COMMON_MODULES: [&str; 3] = ["blocking", "clock", "telemetry"];
 
 const LAYERS: [Layer; 20] = [
     Layer { name: "main", may_name: &["app"] },
-    // Starts in about a millisecond, so it goes around `app` and its runtime.
+    // The plugin starts in about a millisecond, so it bypasses `app` and its runtime.
     Layer { name: "bin", may_name: &["cni"] },
     Layer {
         name: "app",
@@ -61,9 +62,9 @@ const LAYERS: [Layer; 20] = [
     Layer { name: "cni", may_name: &["api::client", "api::types", "netlink"] },
 ];
 
-/// A crate whose types stop at the modules that are named for it.
+/// A crate that only the listed modules may use.
 struct Confined {
-    /// The crate, or the start of the names of several.
+    /// The name of the crate, or a common prefix of several.
     prefix: &'static str,
     to: &'static [&'static str],
 }
@@ -81,7 +82,7 @@ const CONFINED: [Confined; 10] = [
     Confined { prefix: "clap", to: &["app", "cli"] },
 ];
 
-/// Every import that points the wrong way.
+/// All imports in the wrong direction.
 pub(super) fn violations(sources: &[Source]) -> Vec<String> {
     let modules: Vec<Vec<String>> = sources.iter().filter_map(|source| module_of(&source.path)).collect();
     let is_module = |name: &str| modules.iter().any(|module| module.first().is_some_and(|top| top == name));
@@ -103,7 +104,7 @@ pub(super) fn violations(sources: &[Source]) -> Vec<String> {
     found
 }
 
-/// Why `layer` may not name `reference`.
+/// Why `layer` may not import `reference`.
 fn refusal(layer: &Layer, reference: &Reference, is_module: impl Fn(&str) -> bool) -> Option<String> {
     let root = reference.segments.first()?;
     if root == "crate" || root == "cistern" {
@@ -112,7 +113,7 @@ fn refusal(layer: &Layer, reference: &Reference, is_module: impl Fn(&str) -> boo
         if target == layer.name || !is_module(target) {
             return None;
         }
-        let mut allowed = layer.may_name.iter().chain(&EVERYBODY_MAY_NAME);
+        let mut allowed = layer.may_name.iter().chain(&COMMON_MODULES);
         if allowed.any(|path| path.split("::").zip(below).filter(|(a, b)| a == b).count() == path.split("::").count()) {
             return None;
         }
@@ -132,7 +133,7 @@ fn refusal(layer: &Layer, reference: &Reference, is_module: impl Fn(&str) -> boo
     Some(format!("`{}` names the crate `{root}`, which stays in {}", layer.name, confined.to.join(", ")))
 }
 
-/// The module that a file of the agent is: `agent/src/cni/plugin.rs` is `[cni, plugin]`. Nothing for other files.
+/// The module of a file of the agent: `agent/src/cni/plugin.rs` is `[cni, plugin]`. `None` for other files.
 fn module_of(path: &Path) -> Option<Vec<String>> {
     let below = path.strip_prefix(AGENT).ok()?.with_extension("");
     let mut segments: Vec<String> = below
@@ -154,7 +155,7 @@ mod tests {
     use super::*;
     use std::path::PathBuf;
 
-    /// What is wrong with `text` as the file `path`, in a tree that has every module.
+    /// The findings for `text` as the file `path`, in a tree that has every module.
     fn judge(path: &str, text: &str) -> Vec<String> {
         let mut sources: Vec<Source> = LAYERS
             .iter()
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn imports_that_point_the_right_way_pass() {
+    fn imports_in_the_right_direction_pass() {
         for (path, text) in [
             ("agent/src/main.rs", "use cistern::app;"),
             ("agent/src/bin/cistern-cni.rs", "fn main() { cistern::cni::plugin::run() }"),
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn imports_that_point_the_wrong_way_are_named() {
+    fn imports_in_the_wrong_direction_are_reported() {
         for (path, text) in [
             ("agent/src/main.rs", "use cistern::controllers;"),
             ("agent/src/bin/cistern-cni.rs", "use cistern::app;"),

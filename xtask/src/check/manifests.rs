@@ -1,8 +1,8 @@
-//! Which of our packages may depend on which, and what the pure one may depend on at all.
+//! Dependencies between our packages, and the external dependencies of the pure one.
 
 use crate::workspace::{Dependency, Package};
 
-/// A package of ours and those of ours that it may be built from. What a test needs is not limited.
+/// One of our packages, and those that it may depend on. Dev-dependencies are not limited.
 struct Allowed {
     package: &'static str,
     ours: &'static [&'static str],
@@ -18,12 +18,12 @@ const ALLOWED: [Allowed; 7] = [
     Allowed { package: "xtask", ours: &[] },
 ];
 
-/// The package that decides and does no I/O, and the crates it may use: none of them can do any.
+/// The package without I/O, and the crates it may use, none of which does any.
 const PURE: &str = "cistern-core";
 const PURE_MAY_USE: [&str; 8] =
     ["bytes", "ipnet", "jiff", "serde", "serde-saphyr", "serde_json", "strsim", "thiserror"];
 
-/// Every dependency that points the wrong way.
+/// All dependencies in the wrong direction.
 pub(super) fn violations(packages: &[Package]) -> Vec<String> {
     let mut found = Vec::new();
     for package in packages {
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn dependencies_that_point_down_pass() {
+    fn dependencies_in_the_right_direction_pass() {
         let packages = [
             package("cistern", &[("cistern-core", None, true), ("tokio", None, false)]),
             package("cistern-core", &[("ipnet", None, false), ("proptest", Some("dev"), false)]),
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn dependencies_that_point_up_or_bring_io_are_named() {
+    fn dependencies_in_the_wrong_direction_or_with_io_are_reported() {
         for (name, dependency, ours) in [
             ("cistern-core", "cistern", true),
             ("cistern-core", "tokio", false),

@@ -1,4 +1,4 @@
-//! Rust sources as tokens: comments and strings are out of the way, macros are seen into.
+//! Rust sources as tokens: without comments and strings, but with the content of macros.
 
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, anyhow};
@@ -13,7 +13,7 @@ pub(super) struct Source {
     pub(super) tokens: TokenStream,
 }
 
-/// Every Rust file that git knows.
+/// All Rust files that git knows.
 pub(super) fn rust_files(workspace: &Workspace) -> Result<Vec<Source>> {
     let mut sources = Vec::new();
     for path in workspace.files()? {
@@ -26,22 +26,22 @@ pub(super) fn rust_files(workspace: &Workspace) -> Result<Vec<Source>> {
     Ok(sources)
 }
 
-/// Cuts `text` into tokens.
+/// Tokenises `text`.
 pub(super) fn parse(path: PathBuf, text: &str) -> Result<Source> {
     let tokens = TokenStream::from_str(text)
         .map_err(|error| anyhow!("{}:{}: {error}", path.display(), error.span().start().line))?;
     Ok(Source { path, tokens })
 }
 
-/// A path such as `crate::api::client`, and the line it is on.
+/// A path such as `crate::api::client`, and its line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Reference {
     pub(super) segments: Vec<String>,
     pub(super) line: usize,
 }
 
-/// Every path that is named in `tokens`. The branches of `use a::{b, c::d}` come one by one, and paths that start with
-/// `self` or `super` are resolved against `module`, the segments of the module (after `crate`) that the tokens are in.
+/// All paths in `tokens`. Branches of `use a::{b, c::d}` are returned one by one, and paths that start with `self` or
+/// `super` are resolved against `module`, the segments of the module (after `crate`) that contains the tokens.
 pub(super) fn references(tokens: &TokenStream, module: &[String]) -> Vec<Reference> {
     let mut found = Vec::new();
     collect(tokens, module, &mut found);
@@ -54,7 +54,7 @@ fn collect(tokens: &TokenStream, module: &[String], found: &mut Vec<Reference>) 
     while let Some(token) = tokens.get(at) {
         match token {
             TokenTree::Ident(name) if name == "mod" => {
-                // `mod name { … }`: what is inside is one module deeper.
+                // `mod name { … }`: its content is one module deeper.
                 if let (Some(TokenTree::Ident(inner)), Some(TokenTree::Group(body))) =
                     (tokens.get(at + 1), tokens.get(at + 2))
                 {
@@ -79,7 +79,7 @@ fn collect(tokens: &TokenStream, module: &[String], found: &mut Vec<Reference>) 
     }
 }
 
-/// Reads the path that starts at `tokens[at]`, below `prefix`, and returns where it ends.
+/// Reads the path that starts at `tokens[at]`, below `prefix`, and returns its end.
 fn path(
     tokens: &[TokenTree],
     mut at: usize,
@@ -130,7 +130,7 @@ fn is_method(tokens: &[TokenTree], at: usize) -> bool {
     at.checked_sub(1).is_some_and(|before| is_mark(tokens.get(before), '.'))
 }
 
-/// Makes a path that starts with `self` or `super` start with `crate`.
+/// Resolves a path that starts with `self` or `super` to one that starts with `crate`.
 fn resolve(segments: Vec<String>, module: &[String]) -> Vec<String> {
     let ups = segments.iter().take_while(|segment| *segment == "super").count();
     let starts_here = segments.first().is_some_and(|first| first == "self");
@@ -142,10 +142,10 @@ fn resolve(segments: Vec<String>, module: &[String]) -> Vec<String> {
     std::iter::once("crate".to_owned()).chain(module.iter().take(kept).cloned()).chain(rest).collect()
 }
 
-/// Where `unsafe` may be written; clippy sees to it that each use has its reason.
+/// Where `unsafe` is allowed; clippy requires a `SAFETY` comment for each use.
 const UNSAFE_ALLOWED: [&str; 3] = ["agent/src/datapath", "agent/src/netlink/namespace.rs", "agent-ebpf"];
 
-/// Every `unsafe` outside of [`UNSAFE_ALLOWED`].
+/// All uses of `unsafe` outside of [`UNSAFE_ALLOWED`].
 pub(super) fn misplaced_unsafe(sources: &[Source]) -> Vec<String> {
     let mut found = Vec::new();
     for source in sources {
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn branches_of_a_use_come_one_by_one() {
+    fn branches_of_a_use_are_returned_one_by_one() {
         let text = "use crate::{api::{client, types::Reply as R}, tables::*, cni};";
         assert_eq!(paths(text, &[]), ["crate::api::client", "crate::api::types::Reply", "crate::tables", "crate::cni"]);
     }
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn unsafe_is_found_wherever_it_hides_but_not_in_text() {
+    fn unsafe_is_found_in_macros_but_not_in_text() {
         let text = "// unsafe\nconst A: &str = \"unsafe\";\nfn f() { g!({ unsafe { h() } }) }\n";
         let at = |path: &str| misplaced_unsafe(&[parse(PathBuf::from(path), text).unwrap()]);
         assert_eq!(at("agent/src/cni/plugin.rs").len(), 1);

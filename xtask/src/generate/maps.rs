@@ -1,6 +1,6 @@
 //! The table of the kernel programs' maps, read from their declarations.
 //!
-//! The sources are read as tokens, not compiled: the table can be made where no toolchain for the kernel's target is.
+//! The sources are tokenised, not compiled, so that no toolchain for the eBPF target is needed.
 
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, anyhow, bail};
@@ -10,7 +10,7 @@ use std::str::FromStr;
 
 /// Declares the maps: `#[btf_map(name = "…")] static NAME: Kind<Key, Value, ENTRIES> = …`.
 const DECLARATIONS: &str = "agent-ebpf/src/maps.rs";
-/// Says what each map is for (the documentation of the constant that holds its name) and how large it is.
+/// The purpose of each map (documentation of the constant with its name) and its size.
 const NAMES: &str = "agent-ebpf/common/src/map.rs";
 /// Declares the fields of keys and values.
 const FIELDS: &str = "agent-ebpf/common/src/abi.rs";
@@ -67,10 +67,10 @@ fn render(declarations: &[TokenTree], names: &[TokenTree], fields: &[TokenTree])
 struct Map {
     name: String,
     kind: String,
-    /// Nothing for arrays.
+    /// None for arrays.
     key: Option<String>,
     value: Option<String>,
-    /// A number, a constant's name or an expression.
+    /// A number, the name of a constant, or an expression.
     entries: String,
 }
 
@@ -108,7 +108,7 @@ fn map_name(token: &TokenTree) -> Option<String> {
     Some(literal.trim_matches('"').to_owned())
 }
 
-/// A parameter's token as a reader wants it: the braces around an expression say nothing.
+/// A parameter's token without the braces around an expression.
 fn expression(token: &TokenTree) -> String {
     match token {
         TokenTree::Group(group) if group.delimiter() == Delimiter::Brace => {
@@ -125,7 +125,7 @@ fn is(token: &TokenTree, text: &str) -> bool {
 /// A constant with its documentation.
 struct Constant {
     meaning: String,
-    /// As it is written.
+    /// The source text.
     value: String,
 }
 
@@ -162,7 +162,7 @@ fn documentation(token: &TokenTree) -> Option<String> {
     Some(literal.trim_matches('"').trim().replace("\\\"", "\""))
 }
 
-/// The names of the fields of each struct. Padding is left out: it holds nothing.
+/// The names of the fields of each struct, without padding.
 fn structs(tokens: &[TokenTree]) -> BTreeMap<String, Vec<String>> {
     let mut found = BTreeMap::new();
     for (at, token) in tokens.iter().enumerate() {
@@ -199,8 +199,7 @@ mod tests {
     const NAMES: &str = r#"
         //! About the module.
 
-        /// Every flow
-        /// by its [`RevKey`].
+        /// Every flow by its [`RevKey`].
         pub const REV: &str = "cst_rev";
         /// Ports of the host.
         pub const PORTS: &str = "cst_ports";

@@ -1,22 +1,22 @@
-//! What the test runs counted, read from the lines that `cargo test` prints.
+//! Test counts, parsed from the output of `cargo test`.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// What is known after the stages so far.
+/// The result of the stages so far.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Totals {
     passed: usize,
     failed: usize,
     skipped: usize,
-    /// Lines that name what failed or was skipped.
+    /// Lines with the names of what failed or was skipped.
     named: Vec<String>,
-    /// Seconds that each test of the stage took.
+    /// Duration in seconds of each test of the stage.
     times: BTreeMap<String, f64>,
 }
 
 impl Totals {
-    /// Takes what one line of `cargo test` tells.
+    /// Parses one line of `cargo test`'s output.
     pub(super) fn read(&mut self, stage: &str, line: &str) {
         if let Some(summary) = line.strip_prefix("test result: ") {
             self.passed += count(summary, "passed");
@@ -39,30 +39,30 @@ impl Totals {
         }
     }
 
-    /// The times of the tests since this was asked last.
+    /// The durations of the tests since the last call.
     pub(super) fn take_times(&mut self) -> BTreeMap<String, f64> {
         std::mem::take(&mut self.times)
     }
 
-    /// Counts a failure that no test is to blame for.
+    /// Counts a failure without a failed test.
     pub(super) fn fail(&mut self, stage: &str, what: &str) {
         self.failed += 1;
         let first_line = what.lines().next().unwrap_or_default();
         self.named.push(format!("FAILED   {stage}: {first_line}"));
     }
 
-    /// Counts a test that could not be run.
+    /// Counts a test that cannot be run.
     pub(super) fn skip(&mut self, stage: &str, test: &str, reason: &str) {
         self.skipped += 1;
         self.named.push(format!("skipped  {stage}: {test} (needs {reason})"));
     }
 
-    /// How much has failed.
+    /// The number of failures.
     pub(super) fn failures(&self) -> usize {
         self.failed
     }
 
-    /// Whether nothing failed and something was tried.
+    /// Whether nothing failed and something ran.
     pub(super) fn is_good(&self) -> bool {
         self.failed == 0
     }
@@ -90,14 +90,14 @@ fn count(summary: &str, word: &str) -> usize {
     0
 }
 
-/// Name and outcome in `test name ... outcome`. A test that prints may put its text between the two.
+/// Name and outcome in `test name ... outcome`. Output of the test may stand between the two.
 fn outcome(line: &str) -> Option<(&str, &str)> {
     let (name, outcome) = line.strip_prefix("test ")?.split_once(" ... ")?;
-    // Some harnesses set the outcomes under each other.
+    // Some harnesses align the outcomes.
     Some((name.trim_end(), outcome))
 }
 
-/// The time behind an outcome: `ok <0.012s>`, as `--report-time` has the standard harness print it.
+/// The duration after an outcome: `ok <0.012s>`, as the standard harness prints it with `--report-time`.
 fn reported_time(outcome: &str) -> (&str, Option<f64>) {
     let split = || {
         let (outcome, time) = outcome.strip_suffix("s>")?.rsplit_once(" <")?;
@@ -106,21 +106,21 @@ fn reported_time(outcome: &str) -> (&str, Option<f64>) {
     split().map_or((outcome, None), |(outcome, seconds)| (outcome, Some(seconds)))
 }
 
-/// The names that `--list` printed.
+/// The names printed by `--list`.
 #[derive(Debug, Default)]
 pub(super) struct Listing {
     tests: Vec<String>,
 }
 
 impl Listing {
-    /// Takes one line.
+    /// Parses one line.
     pub(super) fn read(&mut self, line: &str) {
         if let Some(name) = line.strip_suffix(": test") {
             self.tests.push(name.to_owned());
         }
     }
 
-    /// The tests, in the order they were listed.
+    /// The tests, in the order listed.
     pub(super) fn tests(&self) -> &[String] {
         &self.tests
     }
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_test_counts_as_one_failure() {
+    fn a_stage_that_fails_without_a_test_counts_as_one_failure() {
         let mut totals = Totals::default();
         totals.fail("build", "could not compile\nmore text");
         assert_eq!(totals.to_string(), "FAILED   build: could not compile\n0 passed, 1 failed, 0 skipped\n");
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn output_of_a_test_is_not_taken_for_counts() {
+    fn output_of_a_test_is_not_parsed_as_counts() {
         let mut totals = Totals::default();
         totals.read("unit", "the summary said: test result: ok. 3 passed; 0 failed");
         totals.read("unit", "test of strength passed");
