@@ -1,4 +1,4 @@
-//! What the test programs with a `main` of their own share: their cases, the time of each, and what only thorough runs do.
+//! Shared by test programs with their own `main`: test cases, durations, and thorough runs.
 
 use anyhow::{Context, Result};
 use libtest_mimic::{Failed, Trial};
@@ -8,14 +8,15 @@ use std::time::Instant;
 /// Set by `cargo xtask test --thorough`.
 const THOROUGH: &str = "CISTERN_THOROUGH";
 
-/// Whether this run includes what is too long for every change: all scripts on the real API server, every round of a script,
-/// and the longest cases of the real cluster.
+/// Whether this run includes what takes too long for every change: all scripts on the real API server, all rounds of a
+/// script, and the longest cases of the real cluster.
 #[must_use]
 pub fn is_thorough() -> bool {
     std::env::var_os(THOROUGH).is_some()
 }
 
-/// A test that reports its time as `cargo xtask test` reads it: a line `time: NAME SECONDS` on standard output.
+/// A test that reports its duration in the form that `cargo xtask test` reads: a line `time: NAME SECONDS` on standard
+/// output.
 pub fn timed(name: &str, test: impl FnOnce() -> Result<(), Failed> + Send + 'static) -> Trial {
     let label = name.to_owned();
     Trial::test(name, move || {
@@ -26,10 +27,10 @@ pub fn timed(name: &str, test: impl FnOnce() -> Result<(), Failed> + Send + 'sta
     })
 }
 
-/// Every file below a folder whose name has this ending, in order.
+/// All files below a folder whose names have this ending, in order.
 ///
 /// # Errors
-/// When a folder cannot be read.
+/// A folder cannot be read.
 pub fn files(folder: &Path, ending: &str) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(|| format!("read {}", folder.display()))? {

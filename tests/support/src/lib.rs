@@ -1,13 +1,13 @@
-//! What the tests, the demo and the benchmarks share: what stands in for the outside world.
+//! Shared by the tests, the demo and the benchmarks: replacements for the systems around Cistern.
 //!
 //! * [`apiserver`]: a small Kubernetes API server, in process or over HTTP.
 //! * [`script`]: the engine of the script tests.
-//! * [`lab`]: machines and pods out of namespaces.
+//! * [`lab`]: machines and pods made of namespaces.
 //! * [`cluster`]: a real Kubernetes cluster on this machine.
-//! * [`demo`]: the story that `cargo xtask demo` tells.
-//! * [`probe`]: both ends of the traffic that tests and demo look at.
-//! * [`harness`]: what test programs with a `main` of their own share.
-//! * [`runtime`]: a container runtime, as far as it calls CNI plugins.
+//! * [`demo`]: the steps of `cargo xtask demo`.
+//! * [`probe`]: clients and servers for test traffic.
+//! * [`harness`]: shared by test programs with their own `main`.
+//! * [`runtime`]: a container runtime, reduced to its calls of CNI plugins.
 
 pub mod apiserver;
 pub mod cluster;

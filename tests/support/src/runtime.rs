@@ -1,9 +1,8 @@
-//! A container runtime reduced to its calls of CNI plugins: what `libcni` does with a list of plugins.
+//! A minimal container runtime: it calls a list of CNI plugins as `libcni` does.
 //!
-//! ADD goes through the list and hands each plugin the result of the one before; DEL goes back through it, with the
-//! result of ADD or, when the runtime has lost it, without; CHECK compares with that result; GC of versions below 1.1.0 is
-//! a DEL for everything that is not valid. What it does not do: network namespaces are the caller's, nothing is locked,
-//! and nothing of it survives the process.
+//! ADD calls the plugins in order and passes each the previous result; DEL calls them in reverse order, with the result
+//! of ADD or, if the runtime lost it, without; CHECK passes that result; for versions below 1.1.0, GC is a DEL of all
+//! attachments that are not valid. The caller manages network namespaces. There is no locking and no persistent state.
 
 use crate::lab::Machine;
 use serde_json::{Value, json};
@@ -12,10 +11,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-/// Where the reference plugins are on Debian (package `containernetworking-plugins`).
+/// Path of the reference plugins on Debian (package `containernetworking-plugins`).
 pub const REFERENCE_PLUGINS: &str = "/usr/lib/cni";
 
-/// Where our plugin is on a machine, under both of its names.
+/// Path of our plugin on a machine, under both of its names.
 const OUR_PLUGINS: &str = "/run/cni";
 
 /// An interface of a container.
@@ -29,7 +28,7 @@ pub struct Attachment {
     pub netns: String,
 }
 
-/// A call that a plugin refused.
+/// A call that a plugin rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{plugin} {verb}: {code}: {message}")]
 pub struct Refused {
@@ -37,9 +36,9 @@ pub struct Refused {
     pub plugin: String,
     /// `CNI_COMMAND`
     pub verb: String,
-    /// Code of the error object; 0 when there is none.
+    /// Code of the error object; 0 if there is none.
     pub code: u64,
-    /// Its words, or what was printed instead.
+    /// Its message, or what was printed instead.
     pub message: String,
 }
 
@@ -52,10 +51,10 @@ pub struct Runtime<'a> {
 }
 
 impl<'a> Runtime<'a> {
-    /// The runtime of a machine, which finds `ours` there as `cistern-cni` and as `cilium-cni`.
+    /// The runtime of a machine, with `ours` installed as `cistern-cni` and `cilium-cni`.
     ///
     /// # Errors
-    /// When the links to it cannot be made.
+    /// The links cannot be created.
     pub fn new(machine: &'a Machine, ours: &Path) -> std::io::Result<Self> {
         let directory = machine.file(OUR_PLUGINS);
         std::fs::create_dir_all(&directory)?;
@@ -65,11 +64,10 @@ impl<'a> Runtime<'a> {
         Ok(Self { machine, cache: BTreeMap::new() })
     }
 
-    /// ADD of a list. `arguments` are runtime arguments by capability. A failure is followed by the DEL that runtimes
-    /// send then.
+    /// ADD of a list. `arguments` are runtime arguments by capability. A failure is followed by a DEL, as runtimes do.
     ///
     /// # Errors
-    /// The first refusal.
+    /// The first rejected call.
     pub fn add(&mut self, list: &Value, attachment: &Attachment, arguments: &Value) -> Result<Value, Refused> {
         let mut result = Value::Null;
         for plugin in plugins(list) {
@@ -85,10 +83,10 @@ impl<'a> Runtime<'a> {
         Ok(result)
     }
 
-    /// DEL of a list, backwards.
+    /// DEL of a list, in reverse order.
     ///
     /// # Errors
-    /// The first refusal; the plugins behind it are not called, and the runtime is to try again.
+    /// The first rejected call; the remaining plugins are not called, and the runtime must retry.
     pub fn del(&mut self, list: &Value, attachment: &Attachment, arguments: &Value) -> Result<(), Refused> {
         let key = (name(list), attachment.clone());
         let result = self.cache.get(&key).cloned().unwrap_or_default();
@@ -102,7 +100,7 @@ impl<'a> Runtime<'a> {
     /// CHECK of a list against the result of its ADD.
     ///
     /// # Errors
-    /// The first refusal.
+    /// The first rejected call.
     pub fn check(&self, list: &Value, attachment: &Attachment, arguments: &Value) -> Result<(), Refused> {
         let result = self.cache.get(&(name(list), attachment.clone())).cloned().unwrap_or_default();
         for plugin in plugins(list) {
@@ -111,10 +109,10 @@ impl<'a> Runtime<'a> {
         Ok(())
     }
 
-    /// GC of a list: what is cached and not valid is deleted; then plugins that know the verb are told what is valid.
+    /// GC of a list: cached attachments that are not valid are deleted; then GC is called on plugins that support it.
     ///
     /// # Errors
-    /// The first refusal.
+    /// The first rejected call.
     pub fn gc(&mut self, list: &Value, valid: &[&Attachment]) -> Result<(), Refused> {
         let network = name(list);
         let of_network = self.cache.keys().filter(|(cached, _)| *cached == network).map(|(_, attachment)| attachment);
@@ -138,10 +136,10 @@ impl<'a> Runtime<'a> {
             .try_for_each(|plugin| self.call("GC", &list, plugin, None, &Value::Null, &Value::Null).map(drop))
     }
 
-    /// STATUS of a list; versions without the verb are taken to be well.
+    /// STATUS of a list; versions without the verb count as ready.
     ///
     /// # Errors
-    /// The first refusal.
+    /// The first rejected call.
     pub fn status(&self, list: &Value) -> Result<(), Refused> {
         if !knows_status_and_gc(list) {
             return Ok(());
@@ -151,7 +149,7 @@ impl<'a> Runtime<'a> {
             .try_for_each(|plugin| self.call("STATUS", list, plugin, None, &Value::Null, &Value::Null).map(drop))
     }
 
-    /// Loses every result of ADD, as a runtime does whose disk is wiped.
+    /// Loses all results of ADD, as a runtime whose disk was erased.
     pub fn forget(&mut self) {
         self.cache.clear();
     }
@@ -205,7 +203,7 @@ impl<'a> Runtime<'a> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(|error| refused(0, error.to_string()))?;
         if let Some(mut stdin) = child.stdin.take() {
-            // One that refuses early may not read it.
+            // A plugin that fails early may not read it.
             let _ = stdin.write_all(conf.to_string().as_bytes());
         }
         let output = child.wait_with_output().map_err(|error| refused(0, error.to_string()))?;

@@ -1,5 +1,5 @@
-//! The kinds that are served from the start: those of Kubernetes that Cistern reads or writes, and what `kubectl get` and
-//! `kubectl describe` ask for on the way.
+//! The built-in kinds: those of Kubernetes that Cistern reads or writes, and those that `kubectl get` and `kubectl
+//! describe` request.
 
 use std::sync::Arc;
 
@@ -21,12 +21,12 @@ use super::tree;
 /// The group of CustomResourceDefinitions.
 pub(super) const DEFINITIONS: &str = "apiextensions.k8s.io";
 
-/// Where CustomResourceDefinitions are kept.
+/// Store of CustomResourceDefinitions.
 pub(super) fn definitions() -> Storage {
     Storage { group: DEFINITIONS.into(), plural: "customresourcedefinitions".into() }
 }
 
-/// Where Namespaces are kept.
+/// Store of Namespaces.
 pub(super) fn namespaces() -> Storage {
     Storage { group: "".into(), plural: "namespaces".into() }
 }
@@ -196,7 +196,7 @@ fn normalise<K: Serialize + DeserializeOwned>(object: Value) -> Result<Value, se
     serde_json::from_value::<K>(object).and_then(serde_json::to_value)
 }
 
-/// A Node's two fields for its blocks say the same. Where they do not, the older one counts.
+/// Keeps `podCIDR` and `podCIDRs` of a Node consistent. If they differ, `podCIDR` counts.
 fn node(object: Value) -> Result<Value, serde_json::Error> {
     let mut object = normalise::<Node>(object)?;
     for part in ["spec", "status"] {
@@ -224,7 +224,7 @@ pub(super) fn problems(resource: &Resource, object: &Value, old: Option<&Value>)
         _ => Vec::new(),
     };
     if resource.normalise.is_some() {
-        // Those without a group are Kubernetes' own.
+        // Finalizers without a group are Kubernetes' own.
         let own = ["kubernetes", "orphan", "foregroundDeletion"];
         for (index, finalizer) in tree::list(object, "/metadata/finalizers").iter().enumerate() {
             if finalizer.as_str().is_some_and(|name| !name.contains('/') && !own.contains(&name)) {
@@ -240,7 +240,7 @@ pub(super) fn problems(resource: &Resource, object: &Value, old: Option<&Value>)
     problems
 }
 
-/// The keys of a ConfigMap, and one that says that it is immutable.
+/// Rules of a ConfigMap's keys, and of an immutable one.
 fn config_map_problems(map: &Value, old: Option<&Value>) -> Vec<(String, String)> {
     let mut problems = Vec::new();
     let keys = |field: &str| map.get(field).and_then(Value::as_object).into_iter().flatten().map(|(key, _)| key);
@@ -266,9 +266,9 @@ fn config_map_problems(map: &Value, old: Option<&Value>) -> Vec<(String, String)
     problems
 }
 
-/// Events as `events.k8s.io` wants them: all of what happened is said at once, and only its repetition later on.
+/// Rules of `events.k8s.io`: an event is complete when created; later only its repetition may be updated.
 fn event_problems(event: &Value, old: Option<&Value>) -> Vec<(String, String)> {
-    /// As they are stored and as they are sent.
+    /// In stored and in sent form.
     const FIXED: [(&str, &str); 7] = [
         ("involvedObject", "regarding"),
         ("reason", "reason"),
@@ -305,7 +305,7 @@ fn event_problems(event: &Value, old: Option<&Value>) -> Vec<(String, String)> {
     problems
 }
 
-/// The rules of a Node's blocks: CIDRs, one of each family, and given once for all.
+/// Rules of a Node's pod CIDRs: valid, one per family, and immutable once set.
 fn node_problems(node: &Value, old: Option<&Value>) -> Vec<(String, String)> {
     let blocks = tree::list(node, "/spec/podCIDRs");
     let mut problems = Vec::new();
@@ -335,7 +335,7 @@ fn node_problems(node: &Value, old: Option<&Value>) -> Vec<(String, String)> {
     problems
 }
 
-/// Fields that have one name in `v1` and another in `events.k8s.io/v1`; both versions show the same objects.
+/// Fields with different names in `v1` and `events.k8s.io/v1`, which serve the same objects.
 const EVENT_NAMES: [(&str, &str); 7] = [
     ("involvedObject", "regarding"),
     ("message", "note"),

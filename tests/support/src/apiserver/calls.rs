@@ -1,4 +1,4 @@
-//! The record of what clients have asked for: for write budgets, and to compare with the RBAC rules of the chart.
+//! The record of clients' calls, for write budgets and for comparison with the chart's RBAC rules.
 
 use std::fmt;
 
@@ -47,7 +47,7 @@ impl Verb {
         }
     }
 
-    /// Whether the verb is meant to change something.
+    /// Whether the verb is for changes.
     pub fn is_write(self) -> bool {
         !matches!(self, Self::Get | Self::List | Self::Watch)
     }
@@ -64,9 +64,9 @@ impl fmt::Display for Verb {
 pub struct Call {
     /// When it arrived, on the server's clock.
     pub at: Timestamp,
-    /// Who called: the name given to `ApiServer::client_as`, or over HTTP the `User-Agent` up to its first slash.
+    /// The caller: the name given to `ApiServer::client_as`, or over HTTP the `User-Agent` up to its first slash.
     pub client: String,
-    /// What was asked.
+    /// The verb.
     pub verb: Verb,
     /// API group; empty for the core group.
     pub group: String,
@@ -82,9 +82,9 @@ pub struct Call {
     pub manager: String,
     /// `merge`, `json`, `strategic` or `apply`; empty for other verbs.
     pub patch: &'static str,
-    /// The HTTP status that the client got, or 0 for a connection that broke.
+    /// The HTTP status that the client got, or 0 if the connection was reset.
     pub code: u16,
-    /// Whether anything was changed by it. A write of what is already there changes nothing.
+    /// Whether the call changed anything. A write without a difference changes nothing.
     pub changed: bool,
 }
 

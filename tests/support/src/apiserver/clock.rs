@@ -1,5 +1,4 @@
-//! The server's time: a start on the calendar plus what tokio's clock has counted since, so that a paused clock is the
-//! server's clock too.
+//! The server's time: a calendar date plus the time of tokio's clock, so that it can be paused.
 
 use jiff::{SignedDuration, Timestamp};
 use tokio::time::Instant;
@@ -17,7 +16,7 @@ impl Clock {
         Self { epoch, origin: Instant::now() }
     }
 
-    /// What the clock shows now.
+    /// The current time.
     pub fn now(&self) -> Timestamp {
         SignedDuration::try_from(self.origin.elapsed())
             .ok()
@@ -25,7 +24,7 @@ impl Clock {
             .unwrap_or(self.epoch)
     }
 
-    /// What the clock shows now, as API objects carry it: RFC 3339 in UTC, whole seconds.
+    /// The current time, as in API objects: RFC 3339 in UTC, whole seconds.
     pub fn stamp(&self) -> String {
         stamp(self.now())
     }

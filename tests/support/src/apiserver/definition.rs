@@ -1,4 +1,4 @@
-//! CustomResourceDefinitions: the resources that one brings, and the status that says so.
+//! CustomResourceDefinitions: their resources and their status.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::schema::Schema;
 use super::table;
 use super::tree;
 
-/// The resources of one CustomResourceDefinition, one for each served version.
+/// The resources of a CustomResourceDefinition, one for each served version.
 pub(super) fn resources(definition: &Value) -> Vec<Resource> {
     let names = |field: &str| tree::text(definition, &format!("/spec/names/{field}")).to_owned();
     let lists = |field: &str| -> Vec<String> {
@@ -90,7 +90,7 @@ pub(super) fn problems(definition: &Value) -> Vec<(String, String)> {
     problems
 }
 
-/// Fills in what the server adds to a definition that it serves: the list and singular names and the conditions.
+/// Sets the defaults of a served definition: the list and singular names and the conditions.
 pub(super) fn establish(definition: &mut Value, now: &str) {
     let kind = tree::text(definition, "/spec/names/kind").to_owned();
     if let Some(names) = tree::map_mut(definition, "spec").get_mut("names") {

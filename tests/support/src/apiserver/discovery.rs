@@ -1,4 +1,4 @@
-//! What tells clients which resources there are: `/api`, `/apis`, `/version` and their kin.
+//! Discovery: `/api`, `/apis`, `/version` and the like.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::resource::{Registry, Resource};
 
-/// The answer for a path that is not about a resource; `None` when there is nothing at the path.
+/// The answer for a path that is not a resource's; `None` if there is none.
 pub(super) fn answer(registry: &Registry, path: &str) -> Option<Value> {
     let segments: Vec<&str> = path.split('/').filter(|segment| !segment.is_empty()).collect();
     match segments.as_slice() {
@@ -51,7 +51,7 @@ fn groups(registry: &Registry) -> BTreeMap<String, Value> {
     versions
         .into_iter()
         .map(|(group, mut list)| {
-            // Stable versions come first, as clients take the first for their preferred one.
+            // Stable versions come first, because clients prefer the first.
             list.sort_by_key(|version| (version.contains("alpha"), version.contains("beta"), version.clone()));
             let shown: Vec<Value> = list
                 .iter()

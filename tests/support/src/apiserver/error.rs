@@ -1,28 +1,28 @@
-//! What the server answers when it refuses: a `Status` object with the code, the reason and the words of the real one.
+//! Errors: `Status` objects with the codes, reasons and messages of the real server.
 
 use serde_json::{Value, json};
 
 use super::resource::Resource;
 use super::tree;
 
-/// A refusal, in the shape of a `meta/v1` Status.
+/// An error, in the form of a `meta/v1` Status.
 ///
-/// Clients decide by `code` and `reason`; `message` follows the wording of kube-apiserver so that what people read in a
-/// test's output is what they would read in a cluster.
+/// Clients decide by `code` and `reason`; `message` follows the wording of kube-apiserver, so that the output of tests
+/// is the same as in a cluster.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{message} ({reason}, {code})")]
 pub struct ApiError {
     /// HTTP status code.
     pub code: u16,
-    /// Machine readable reason, for example `NotFound`.
+    /// Machine-readable reason, such as `NotFound`.
     pub reason: &'static str,
-    /// The text for people.
+    /// Human-readable message.
     pub message: String,
     /// `details` of the Status; `Value::Null` when there are none.
     pub details: Value,
 }
 
-/// The outcome of one operation of the server.
+/// The result of an operation of the server.
 pub(super) type ApiResult<T> = Result<T, ApiError>;
 
 impl ApiError {
@@ -30,7 +30,7 @@ impl ApiError {
         Self { code, reason, message: message.into(), details: Value::Null }
     }
 
-    /// What another server has answered.
+    /// The answer of another server.
     pub(super) fn from_afar(code: u16, reason: &str, message: &str, details: Option<&Value>) -> Self {
         const KNOWN: [&str; 16] = [
             "AlreadyExists",
@@ -69,13 +69,13 @@ impl ApiError {
         Self::new(404, "NotFound", format!("{} \"{name}\" not found", resource.qualified())).about(resource, name)
     }
 
-    /// 403 for what the caller has no right to.
+    /// 403 without permission.
     pub(super) fn forbidden(resource: &Resource, name: &str) -> Self {
         let message = format!("{} \"{name}\" is forbidden: no rule of RBAC allows it", resource.qualified());
         Self::new(403, "Forbidden", message).about(resource, name)
     }
 
-    /// 409 for a create of what is there.
+    /// 409 for a create of an existing object.
     pub(super) fn already_exists(resource: &Resource, name: &str) -> Self {
         Self::new(409, "AlreadyExists", format!("{} \"{name}\" already exists", resource.qualified()))
             .about(resource, name)
@@ -117,7 +117,7 @@ impl ApiError {
         Self::new(405, "MethodNotAllowed", "the server does not allow this method on the requested resource")
     }
 
-    /// 415 for a patch type that the kind does not take.
+    /// 415 for a patch type that the kind does not support.
     pub(super) fn unsupported_media_type(found: &str) -> Self {
         Self::new(
             415,
@@ -126,7 +126,7 @@ impl ApiError {
         )
     }
 
-    /// 422. `problems` are (field path, what is wrong) pairs, at least one.
+    /// 422. `problems` are (field path, problem) pairs, at least one.
     pub(super) fn invalid(resource: &Resource, name: &str, problems: &[(String, String)]) -> Self {
         let list: Vec<String> = problems.iter().map(|(field, text)| format!("{field}: {text}")).collect();
         let text = match list.as_slice() {
@@ -155,7 +155,7 @@ impl ApiError {
         error
     }
 
-    /// 429 with the seconds after which the client may try again.
+    /// 429 with the seconds after which the client may retry.
     pub(super) fn too_many_requests(retry_after_seconds: u32) -> Self {
         let mut error = Self::new(
             429,
@@ -166,7 +166,7 @@ impl ApiError {
         error
     }
 
-    /// 500 without a reason: what the real server did not mean to be met.
+    /// 500 without a reason, as the real server answers in unexpected situations.
     pub(super) fn unexpected(message: impl Into<String>) -> Self {
         Self::new(500, "", message)
     }
@@ -176,19 +176,19 @@ impl ApiError {
         Self::new(500, "InternalError", format!("Internal error occurred: {}", message.into()))
     }
 
-    /// 503, as seen behind a load balancer whose API servers are away.
+    /// 503, as from a load balancer whose API servers are down.
     pub(super) fn unavailable() -> Self {
         Self::new(503, "ServiceUnavailable", "the server is currently unable to handle the request")
     }
 
-    /// 504 for a request that the server gave up on; whether it took effect is unknown to the client.
+    /// 504 for a request that timed out in the server; the client does not know whether it took effect.
     pub(super) fn timeout() -> Self {
         let mut error = Self::new(504, "Timeout", "Timeout: request did not complete within requested timeout");
         error.details = json!({});
         error
     }
 
-    /// Seconds for the `Retry-After` header, when the answer carries one.
+    /// Seconds for the `Retry-After` header, if the answer has one.
     pub(super) fn retry_after_seconds(&self) -> Option<u64> {
         self.details.get("retryAfterSeconds").and_then(Value::as_u64)
     }
@@ -209,7 +209,7 @@ impl ApiError {
     }
 }
 
-/// The reason of a cause, from the words of its message.
+/// The reason of a cause, derived from its message.
 fn cause(message: &str) -> &'static str {
     let begins = [
         ("Required value", "FieldValueRequired"),

@@ -1,7 +1,7 @@
-//! Faults: what a client meets on bad days, drawn from a seed or asked for one by one.
+//! Faults: random ones derived from a seed, and injected ones.
 //!
-//! Drawn faults come at a rate, so that every script runs on bad days unless it says otherwise. Asked-for faults hit the
-//! next calls that match, for cases that need an exact one.
+//! Random faults occur at a rate, so that scripts run with faults unless they disable them. Injected faults apply to
+//! the next calls that match, for cases that need a specific one.
 
 use std::time::Duration;
 
@@ -10,47 +10,48 @@ use rand::{Rng, SeedableRng};
 
 use super::calls::{Call, Verb};
 
-/// How long the server works on a request before it gives up on it, as kube-apiserver does by default.
+/// kube-apiserver's default request timeout.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// One fault, as a client sees it.
+/// A fault, as observed by a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Answered with this HTTP status (403, 404, 409, 429 with `Retry-After: 1`, 500, 503 or 504); nothing is done.
+    /// Answered with this HTTP status (403, 404, 409, 429 with `Retry-After: 1`, 500, 503 or 504) without executing the
+    /// call.
     Refused(u16),
-    /// No answer for a minute, then 504. Nothing was done.
+    /// No answer for a minute, then 504. The call was not executed.
     TimeoutBefore,
     /// No answer for a minute, then 504. **The write took effect.**
     TimeoutAfter,
-    /// The connection breaks before anything was done.
+    /// The connection is reset before the call is executed.
     ResetBefore,
-    /// The connection breaks instead of an answer. **The write took effect.**
+    /// The connection is reset instead of an answer. **The write took effect.**
     ResetAfter,
-    /// A watch is told at once that its version is too old (410).
+    /// A watch gets an error at once: its version is too old (410).
     WatchExpired,
-    /// A watch ends without a word after this many events.
+    /// A watch ends without an error after this many events.
     WatchCut(usize),
-    /// A watch gets its events this much late.
+    /// A watch gets its events with this delay.
     WatchDelayed(Duration),
 }
 
-/// Which calls an asked-for fault hits; an empty field matches everything.
+/// The calls that an injected fault matches; an empty field matches all.
 #[derive(Clone, Debug, Default)]
 pub struct CallMatch {
-    /// Who calls.
+    /// Name of the caller.
     pub client: Option<String>,
-    /// What is asked.
+    /// Verb.
     pub verb: Option<Verb>,
     /// Plural name of the resource.
     pub resource: Option<String>,
-    /// `status`, or empty text for the object itself.
+    /// `status`, or empty for the object itself.
     pub subresource: Option<String>,
     /// The object's name.
     pub name: Option<String>,
 }
 
 impl CallMatch {
-    /// Whether a call is meant.
+    /// Whether a call matches.
     pub fn matches(&self, call: &Call) -> bool {
         let Self { client, verb, resource, subresource, name } = self;
         verb.is_none_or(|verb| verb == call.verb)
@@ -92,7 +93,7 @@ impl Faults {
         self.asked.push((calls, fault, times));
     }
 
-    /// The fault that meets this call.
+    /// The fault of this call, if any.
     pub(super) fn draw(&mut self, call: &Call) -> Option<Fault> {
         if let Some((_, fault, times)) = self.asked.iter_mut().find(|(calls, _, _)| calls.matches(call)) {
             let fault = *fault;

@@ -1,11 +1,11 @@
-//! Who owns which field: the `managedFields` of an object and server-side apply.
+//! Ownership of fields: `managedFields` and server-side apply.
 //!
-//! A field is named by the steps that lead to it, in the form of `FieldsV1`: `f:<name>` for a field of a map,
-//! `k:<keys as JSON>` for an item of a keyed list, `v:<value as JSON>` for an element of a set. Atomic lists and maps,
-//! scalars and empty maps are leaves. The rules are those of Kubernetes' server-side apply
-//! (<https://kubernetes.io/docs/reference/using-api/server-side-apply/>):
-//! an update makes its author the owner of what it changed, an apply owns all that it names and takes back what it no
-//! longer names and nobody else owns, and only an apply can conflict.
+//! A field is identified by its path, in the form of `FieldsV1`: `f:<name>` for a field of a map, `k:<keys as JSON>`
+//! for an item of a keyed list, `v:<value as JSON>` for an element of a set. Atomic lists and maps, scalars and empty
+//! maps are leaves. The rules are those of Kubernetes' server-side apply
+//! (<https://kubernetes.io/docs/reference/using-api/server-side-apply/>): an update makes its author the owner of what
+//! it changed; an apply owns all its fields and removes those that it no longer has and no other manager owns; only an
+//! apply can conflict.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ use super::tree;
 type Path = Vec<String>;
 type FieldSet = BTreeSet<Path>;
 
-/// Fields that belong to the server and to nobody else.
+/// Fields that only the server sets.
 const SYSTEM: [&[&str]; 11] = [
     &["f:apiVersion"],
     &["f:kind"],
@@ -33,14 +33,14 @@ const SYSTEM: [&[&str]; 11] = [
     &["f:metadata", "f:resourceVersion"],
 ];
 
-/// The author of a write, as `managedFields` records it.
+/// The author of a write, as recorded in `managedFields`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Author {
     /// The field manager's name.
     pub(super) manager: String,
-    /// The version that the write was made in.
+    /// The API version of the write.
     pub(super) api_version: String,
-    /// `status` for writes through that path, else empty.
+    /// `status` for writes of that subresource, else empty.
     pub(super) subresource: String,
     /// The time of the write, RFC 3339.
     pub(super) time: String,
@@ -62,7 +62,7 @@ impl Entry {
     }
 }
 
-/// Writes the `managedFields` of `new`, which an update or a patch by `author` has made from `old`.
+/// Sets the `managedFields` of `new`, the result of an update or a patch of `old` by `author`.
 pub(super) fn record_update(old: &Value, new: &mut Value, schema: &Schema, author: &Author) {
     let mut entries = read(old);
     let (before, after) = (leaves(old, schema), leaves(new, schema));
@@ -76,10 +76,10 @@ pub(super) fn record_update(old: &Value, new: &mut Value, schema: &Schema, autho
     write(new, entries);
 }
 
-/// Applies `config` on top of `live`: the object that results, with its `managedFields`.
+/// Applies `config` to `live` and returns the result with its `managedFields`.
 ///
 /// # Errors
-/// A conflict when `config` sets a field to another value than the one that another manager has given it, unless `force`.
+/// A conflict, if `config` sets a field to another value than its owner did, unless `force`.
 pub(super) fn apply(live: &Value, config: &Value, schema: &Schema, author: &Author, force: bool) -> ApiResult<Value> {
     let mut entries = read(live);
     let wanted: FieldSet = leaves(config, schema).into_keys().collect();
@@ -111,7 +111,7 @@ pub(super) fn apply(live: &Value, config: &Value, schema: &Schema, author: &Auth
         for path in with_ancestors(previous.iter()).difference(&kept) {
             remove(&mut merged, path);
         }
-        // A map that was asked to be empty, and has become so only now, is no value at all to the real server.
+        // A newly set empty map is no value for the real server.
         for path in &wanted {
             let was_full =
                 map_at(&mut live.clone(), path).is_some_and(|map| map.as_object().is_some_and(|map| !map.is_empty()));
@@ -126,11 +126,11 @@ pub(super) fn apply(live: &Value, config: &Value, schema: &Schema, author: &Auth
     Ok(merged)
 }
 
-/// Whether two objects are the same but for who owns their fields.
+/// Whether two objects are equal except for the owners of their fields.
 pub(super) fn same_content(a: &Value, b: &Value) -> bool {
     let strip = |object: &Value| {
         let mut object = object.clone();
-        // Versions of one kind differ in nothing else.
+        // Versions of one kind only differ in this.
         tree::as_map(&mut object).remove("apiVersion");
         let metadata = tree::metadata_mut(&mut object);
         for field in ["managedFields", "resourceVersion", "generation"] {
@@ -141,7 +141,7 @@ pub(super) fn same_content(a: &Value, b: &Value) -> bool {
     strip(a) == strip(b)
 }
 
-/// Whether two objects' fields have the same owners, whenever they came to own them.
+/// Whether two objects' fields have the same owners, regardless of time.
 pub(super) fn same_owners(a: &Value, b: &Value) -> bool {
     let owners = |object: &Value| -> Vec<(String, String, String, bool, FieldSet)> {
         let mut list: Vec<_> = read(object)
@@ -157,7 +157,7 @@ pub(super) fn same_owners(a: &Value, b: &Value) -> bool {
     owners(a) == owners(b)
 }
 
-/// The step that leads to an item of a set or of a keyed list; `None` when the item lacks its keys.
+/// The path element of an item of a set or of a keyed list; `None` if the item lacks its keys.
 pub(super) fn item_step(kind: &ListKind, item: &Value) -> Option<String> {
     match kind {
         ListKind::Atomic => None,
@@ -186,7 +186,7 @@ fn claim(entries: &mut Vec<Entry>, author: &Author, apply: bool, fields: &FieldS
     }
 }
 
-/// Every leaf with its value. Items of keyed lists are there themselves too, with a null.
+/// All leaves with their values. Items of keyed lists are included themselves, with a null.
 fn leaves(object: &Value, schema: &Schema) -> BTreeMap<Path, Value> {
     let mut found = BTreeMap::new();
     walk(object, schema, &mut Vec::new(), &mut found);
@@ -271,12 +271,12 @@ fn remove(value: &mut Value, path: &[String]) {
     }
 }
 
-/// What is at a path that leads through maps alone.
+/// The value at a path of maps.
 fn map_at<'a>(value: &'a mut Value, path: &[String]) -> Option<&'a mut Value> {
     path.iter().try_fold(value, |value, step| value.get_mut(step.strip_prefix("f:")?))
 }
 
-/// A path as messages show it: `.spec.ipam.podCIDRs`, `.status.conditions[type="Ready"].status`.
+/// A path as in messages: `.spec.ipam.podCIDRs`, `.status.conditions[type="Ready"].status`.
 fn display(path: &[String]) -> String {
     path.iter()
         .map(|step| match step.split_once(':') {
@@ -369,7 +369,7 @@ fn to_tree(owned: &FieldSet) -> Value {
         for step in path {
             place = tree::as_map(place).entry(step.clone()).or_insert_with(|| Value::Object(Map::new()));
         }
-        // A field that has owned fields below it says so with a dot.
+        // A field with owned fields below it is marked by a dot.
         let below = |other: &Path| other.len() > path.len() && other.starts_with(path);
         if owned.range(path.clone()..).take_while(|other| other.starts_with(path)).any(below) {
             tree::as_map(place).insert(".".to_owned(), json!({}));

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// A manifest that cannot be used.
+/// An invalid manifest.
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
     /// The text is not YAML.
@@ -13,11 +13,11 @@ pub enum ManifestError {
     NoKind(usize),
 }
 
-/// The objects of a manifest, in its order; empty documents are left out. Unquoted `yes`, `no`, `on` and `off` are
-/// booleans, as `kubectl` reads them.
+/// The objects of a manifest, in order; empty documents are skipped. Unquoted `yes`, `no`, `on` and `off` are booleans,
+/// as for `kubectl`.
 ///
 /// # Errors
-/// When the text is not YAML, and for a document without `apiVersion` and `kind`.
+/// The text is not YAML, or a document has no `apiVersion` and `kind`.
 pub fn parse_manifest(text: &str) -> Result<Vec<Value>, ManifestError> {
     let documents: Vec<Value> = serde_saphyr::from_multiple(text)?;
     let mut objects = Vec::new();

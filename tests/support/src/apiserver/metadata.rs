@@ -1,14 +1,14 @@
-//! Admission of `metadata`: names, labels, annotations, owner references and finalizers.
+//! Validation of `metadata`: names, labels, annotations, owner references and finalizers.
 
 use serde_json::Value;
 
 use super::resource::Resource;
 use super::tree;
 
-/// The most characters of a generated name's given part, so that the five random ones still fit.
+/// Maximum length of `generateName` in a generated name, which leaves room for five random characters.
 const GENERATED_PREFIX: usize = 58;
 
-/// (field path, problem) pairs for everything in an object's metadata that the API refuses.
+/// (field path, problem) pairs for everything invalid in an object's metadata.
 pub(super) fn problems(resource: &Resource, object: &Value) -> Vec<(String, String)> {
     let mut problems = Vec::new();
     let mut report = |field: &str, text: String| problems.push((field.to_owned(), text));
@@ -75,9 +75,9 @@ pub(super) fn problems(resource: &Resource, object: &Value) -> Vec<(String, Stri
     problems
 }
 
-/// The name for an object that asks for a generated one. `random` is a source of numbers.
+/// A generated name. `random` is a source of numbers.
 pub(super) fn generate_name(prefix: &str, mut random: impl FnMut() -> u32) -> String {
-    // Kubernetes leaves out vowels and look-alikes, so that no words arise.
+    // Kubernetes omits vowels and look-alikes, so that no words are formed.
     const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     let mut name: String = prefix.chars().take(GENERATED_PREFIX).collect();
     for _ in 0..5 {
@@ -87,7 +87,7 @@ pub(super) fn generate_name(prefix: &str, mut random: impl FnMut() -> u32) -> St
     name
 }
 
-/// What is wrong with a name; `None` when nothing is.
+/// What is wrong with a name; `None` if it is valid.
 fn wrong_name(resource: &Resource, name: &str) -> Option<&'static str> {
     let label = matches!((resource.group.as_str(), resource.plural.as_str()), ("", "namespaces" | "services"));
     let (fits, text) = if label {

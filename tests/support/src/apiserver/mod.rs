@@ -8,24 +8,24 @@
 //!                                                         └─ or upstream ── a real kube-apiserver
 //! ```
 //!
-//! `state` is a plain synchronous machine under one lock; everything that is asynchronous (waiting, watches, HTTP) is
-//! around it. Time is tokio's, so that with a paused clock ages, time-outs and bookmarks are exact and cost nothing.
+//! `state` is a synchronous state machine under one lock; the asynchronous parts (waiting, watches, HTTP) are around it.
+//! Time is tokio's, so that with a paused clock ages, timeouts and bookmarks are exact and cost nothing.
 //!
-//! # What a green run does not prove
+//! # Limits
 //!
-//! It is held against kube-apiserver: `tests/servers/requests` are requests that both answer alike, by code, reason, wrong
-//! fields and objects. The words of refusals and `managedFields` are not compared. A new fact that is modelled here needs a
-//! line there. Not here, and so not proven by it:
+//! `tests/servers/requests` compares it with kube-apiserver: both must answer the requests there alike, in code, reason,
+//! invalid fields and objects. Messages of errors and `managedFields` are not compared. Every fact modelled here needs a
+//! line there. Not modelled:
 //!
-//! * **Rights.** Everybody may do everything; there is no authentication and no TLS. The scripts run with the chart's rights
-//!   on a real server ([`ApiServer::in_front_of`]).
+//! * **Permissions.** Every client is allowed everything; there is no authentication and no TLS. On a real server the
+//!   scripts run with the chart's permissions ([`ApiServer::in_front_of`]).
 //! * **Schema rules** beyond type, `required`, `enum`, bounds and `format: cidr`: `pattern`, other formats, `oneOf`, CEL,
-//!   defaults of custom resources. Built-in kinds are checked for types, Nodes for their blocks, ConfigMaps for their keys
+//!   defaults of custom resources. Built-in kinds are checked for types, Nodes for their pod CIDRs, ConfigMaps for their keys
 //!   and immutability, new events for their fields; they get no defaults (no cluster IPs, no node ports, no taints).
-//! * **Controllers.** No kubelet, scheduler, node lifecycle or endpoint controller acts. Dependents are collected at once,
-//!   within the write that orphaned them; a real cluster takes seconds. Foreground deletion is treated as background.
-//!   A Namespace goes with all its content at once, finalizers of the content unheeded.
-//! * **Consistency between servers.** There is one; a list from a watch cache that lags behind is only modelled as late
+//! * **Controllers.** There is no kubelet, scheduler, node lifecycle or endpoint controller. Dependents are collected within
+//!   the write that orphaned them; a real cluster takes seconds. Foreground deletion is treated as background. A Namespace
+//!   is deleted with all its content at once, ignoring the content's finalizers.
+//! * **Consistency between servers.** There is one; a lagging watch cache is only modelled as late
 //!   watch events. Real latency, real throttling by priority and fairness, and sizes (1.5 MB per object) are not.
 //! * **Webhooks and conversion** between versions of a custom resource: only `apiVersion` differs.
 //! * **`managedFields` sent by clients** are ignored; the lists' `.` markers for maps are not kept.
@@ -87,21 +87,21 @@ use store::Key;
 use upstream::{Ask, Hold, Opened};
 use watch::Watch;
 
-/// The largest body that is read, in bytes; kube-apiserver's limit.
+/// The largest request body, in bytes; kube-apiserver's limit.
 const BODY_LIMIT: usize = 3 * 1024 * 1024;
 
-/// How many changes are kept for watches to catch up on.
+/// Number of changes kept for watches to resume from.
 const KEPT_CHANGES: usize = 20_000;
 
-/// The field manager of writes that a test makes itself.
+/// The field manager of a test's own writes.
 const TEST_MANAGER: &str = "kubectl";
 
-/// How a server starts.
+/// Initial configuration of a server.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Source of UIDs, generated names and drawn faults: equal seeds and equal calls give equal runs.
+    /// Seed of UIDs, generated names and random faults: equal seeds and equal calls give equal runs.
     pub seed: u64,
-    /// What the server's clock shows at the start.
+    /// The server's clock at the start.
     pub epoch: Timestamp,
 }
 
@@ -113,38 +113,38 @@ impl Default for Options {
     }
 }
 
-/// The way between a client and the server.
+/// State of the connection between a client and the server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Link {
-    /// Calls arrive.
+    /// Requests arrive.
     #[default]
     Up,
-    /// Connections are refused, open ones break.
+    /// Connections are refused, open ones are reset.
     Refused,
-    /// Packets are lost: calls wait until the link is up again, and watches bring nothing.
+    /// Packets are lost: calls and watches wait until the link is up again.
     Silent,
-    /// Packets are kept: what a client in this process sends arrives when the link is up again, even if the client has
-    /// given up on it by then, and watches bring nothing. To everybody else a process is like that while it is paused.
+    /// Packets are delayed: a request of a client in this process arrives when the link is up again, even if the client
+    /// has given up on it; watches deliver nothing. To other processes, a paused process looks like this.
     Held,
 }
 
-/// Who calls: a name for the record, and for clients in this process which one of that name it is.
+/// The caller: its name in the record of calls, and the number of a client in this process.
 #[derive(Clone, Debug)]
 struct Caller {
     name: String,
     id: Option<u64>,
-    /// Whose rights count where there are any.
+    /// The account whose permissions apply on a real server.
     account: Account,
 }
 
-/// All ways to the server, and which life of it this is.
+/// All links to the server, and the number of its restarts.
 #[derive(Clone, Debug, Default)]
 struct Links {
     all: Link,
     clients: BTreeMap<String, Link>,
-    /// Clients whose process is dead, by their number.
+    /// Numbers of clients whose process was killed.
     dead: BTreeSet<u64>,
-    /// Counts the restarts; open watches end with the life that they began in.
+    /// Number of restarts; open watches end with a restart.
     life: u64,
 }
 
@@ -162,13 +162,13 @@ struct Shared {
     state: Mutex<State>,
     faults: Mutex<Faults>,
     calls: Mutex<Vec<Call>>,
-    /// The store's revision, for watches to wait on.
+    /// The store's revision, which watches wait on.
     revision: tokio::sync::watch::Sender<u64>,
     links: tokio::sync::watch::Sender<Links>,
     clock: Clock,
     /// The number of the next client in this process.
     next_client: AtomicU64,
-    /// Answers in place of `state`, which then knows the kinds alone.
+    /// Answers instead of `state`, which then only has the kinds.
     upstream: Option<Arc<Upstream>>,
 }
 
@@ -186,14 +186,14 @@ impl Shared {
     }
 }
 
-/// The life of a process that holds a client.
+/// The lifetime of a process with a client.
 pub struct Lifeline {
     shared: Arc<Shared>,
     id: u64,
 }
 
 impl Lifeline {
-    /// Kills the process, as far as the server can tell: no call of its client arrives any more, its watches break.
+    /// Kills the process, as seen by the server: none of its calls arrives any more, its watches break.
     pub fn cut(self) {
         self.shared.links.send_modify(|links| {
             links.dead.insert(self.id);
@@ -201,34 +201,34 @@ impl Lifeline {
     }
 }
 
-/// By how much the resource version jumps after a snapshot.
+/// Increment of the resource version after a snapshot.
 const LOST_REVISIONS: u64 = 100_000;
 
-/// The whole of a server's state at one moment, to go back to: what an etcd snapshot is to a real cluster.
+/// The server's whole state at one moment, to restore later, as an etcd snapshot of a real cluster.
 pub struct Snapshot(Saved);
 
 enum Saved {
     Here(Box<State>),
-    /// Of a real server's database.
+    /// Copy of a real server's database.
     Folder(tempfile::TempDir),
 }
 
-/// A running API server. Clones are handles to the same one.
+/// A running API server. Clones refer to the same server.
 #[derive(Clone)]
 pub struct ApiServer {
     shared: Arc<Shared>,
 }
 
-/// A write, as it is kept.
+/// A recorded write.
 #[derive(Clone, Debug)]
 pub struct ObjectChange {
     /// Plural name of the resource.
     pub resource: String,
     /// Name of the object.
     pub name: String,
-    /// The object before; none when it was created.
+    /// The object before; `None` if it was created.
     pub before: Option<Arc<Value>>,
-    /// The object after; none when it was deleted.
+    /// The object after; `None` if it was deleted.
     pub after: Option<Arc<Value>>,
 }
 
@@ -240,17 +240,17 @@ enum Answer {
 }
 
 impl ApiServer {
-    /// A server that holds nothing but the namespaces that every cluster has. Faults are off.
+    /// A server with the initial namespaces of every cluster only. Faults are off.
     pub fn new(options: Options) -> Self {
         Self::build(options, None)
     }
 
-    /// The links, faults and record of calls alone, in front of a real server that holds the objects. `definitions` are
-    /// those of the kinds that it serves beside the built-in ones. What is left there by others is deleted: Nodes,
-    /// objects of these kinds, events, and the project's Leases and ConfigMaps.
+    /// Links, faults and record of calls in front of a real server that has the objects. `definitions` are those of the
+    /// kinds that it serves in addition to the built-in ones. Objects of earlier runs are deleted: Nodes, objects of
+    /// these kinds, events, and the project's Leases and ConfigMaps.
     ///
     /// # Errors
-    /// What the real server says against it.
+    /// An error of the real server.
     pub fn in_front_of(upstream: &Arc<Upstream>, options: Options, definitions: &[Value]) -> Result<Self, ApiError> {
         let front = Self::build(options, Some(Arc::clone(upstream)));
         for definition in definitions {
@@ -274,7 +274,7 @@ impl ApiServer {
         let shared = Shared {
             revision: tokio::sync::watch::Sender::new(state.store.revision()),
             state: Mutex::new(state),
-            // Faults draw from a stream of their own, so that switching them on changes no UID.
+            // Separate random numbers for faults, so that enabling them does not change UIDs.
             faults: Mutex::new(Faults::new(options.seed ^ 0x5eed_fa17)),
             calls: Mutex::new(Vec::new()),
             links: tokio::sync::watch::Sender::new(Links::default()),
@@ -285,14 +285,14 @@ impl ApiServer {
         Self { shared: Arc::new(shared) }
     }
 
-    /// A client in this process. `name` is how the record of calls, faults and links know it.
+    /// A client in this process. `name` identifies it in the record of calls, faults and links.
     ///
-    /// Needs a tokio runtime around it. No network is involved, so that it works under a paused clock.
+    /// Requires a tokio runtime. No network is involved, so it works with a paused clock.
     pub fn client_as(&self, name: &str) -> kube::Client {
         self.mortal_client_as(name, Account::Administrator).0
     }
 
-    /// A client like that of [`Self::client_as`], and the means to kill whoever holds it. `account` counts on a real server.
+    /// As [`Self::client_as`], with a handle to kill the client's process. `account` applies on a real server.
     pub fn mortal_client_as(&self, name: &str, account: Account) -> (kube::Client, Lifeline) {
         let id = self.shared.next_client.fetch_add(1, Ordering::Relaxed);
         let (server, caller) = (self.clone(), Caller { name: name.to_owned(), id: Some(id), account });
@@ -304,7 +304,7 @@ impl ApiServer {
                 if server.shared.links.borrow().of(&caller) != Link::Held {
                     return server.answer(Some(caller), &parts, &body).await;
                 }
-                // A task of its own arrives even when the client has dropped the call.
+                // In a separate task the request arrives even if the client drops the call.
                 let sent = tokio::spawn(async move { server.answer(Some(caller), &parts, &body).await });
                 sent.await.map_err(io::Error::other)?
             }
@@ -312,13 +312,13 @@ impl ApiServer {
         (kube::Client::new(service, "default"), Lifeline { shared: Arc::clone(&self.shared), id })
     }
 
-    /// Whether a real server holds the objects.
+    /// Whether a real server has the objects.
     pub fn is_real(&self) -> bool {
         self.shared.upstream.is_some()
     }
 
-    /// Lets what was created so far be older than what is created from now on, by the times that the server gives
-    /// objects: a real one reads them off the wall clock, in whole seconds.
+    /// Makes existing objects older than new ones, by their creation timestamps: a real server takes these from the
+    /// wall clock, in whole seconds.
     pub fn grow_older(&self) {
         if self.is_real() {
             std::thread::sleep(std::time::Duration::from_millis(1_050));
@@ -330,35 +330,35 @@ impl ApiServer {
         self.shared.clock
     }
 
-    /// Lets this share of all calls, in percent, meet a fault drawn from the seed; calls for the resources in `spared`, by
-    /// plural name, meet none.
+    /// Injects random faults, derived from the seed, into this percentage of all calls, except those for the resources
+    /// in `spared` (plural names).
     pub fn set_faults(&self, percent: u8, spared: &[&str]) {
         self.shared.lock_faults().set_rate(percent, spared);
     }
 
-    /// Lets the next `times` calls that match meet this fault.
+    /// Injects this fault into the next `times` calls that match.
     pub fn ask_fault(&self, calls: CallMatch, fault: Fault, times: usize) {
         self.shared.lock_faults().ask(calls, fault, times);
     }
 
-    /// Forgets the faults that were asked for and have met no call yet.
+    /// Removes injected faults that have not matched a call yet.
     pub fn clear_faults(&self) {
         self.shared.lock_faults().clear();
     }
 
-    /// Sets the way to the server for every client.
+    /// Sets the state of all clients' links.
     pub fn set_link(&self, link: Link) {
         self.shared.links.send_modify(|links| links.all = link);
     }
 
-    /// Sets the way to the server for one client, by the name given to [`Self::client_as`].
+    /// Sets the state of one client's link, by the name given to [`Self::client_as`].
     pub fn set_client_link(&self, client: &str, link: Link) {
         self.shared.links.send_modify(|links| {
             links.clients.insert(client.to_owned(), link);
         });
     }
 
-    /// Every call to a resource so far, in the order of their answers.
+    /// All calls to resources so far, in the order of their answers.
     pub fn calls(&self) -> Vec<Call> {
         self.shared.lock_calls().clone()
     }
@@ -368,7 +368,7 @@ impl ApiServer {
         self.shared.lock_calls().clear();
     }
 
-    /// Forgets the history of changes: watches from before now are told 410.
+    /// Drops the history of changes: watches from before now get 410.
     pub fn compact(&self) {
         self.shared.lock().store.compact();
     }
@@ -378,10 +378,10 @@ impl ApiServer {
         self.shared.lock().store.revision()
     }
 
-    /// What was written after a resource version, oldest first, past links, faults and the record of calls.
+    /// The writes after a resource version, oldest first, without links, faults and the record of calls.
     ///
     /// # Errors
-    /// 410 when some of it has been forgotten.
+    /// 410 if some of them have been dropped.
     pub fn changes_after(&self, revision: u64) -> Result<Vec<ObjectChange>, ApiError> {
         let state = self.shared.lock();
         let changes = state.store.changes_after(revision)?;
@@ -395,11 +395,11 @@ impl ApiServer {
             .collect())
     }
 
-    /// The state as it is now. After it the resource version jumps, as the rest of a cluster writes, too: a version from
-    /// after it is not soon given again when a server goes back to it.
+    /// The current state. Afterwards the resource version jumps, as the rest of a cluster writes, too: a version from
+    /// after the snapshot is not reused soon after a restore.
     ///
     /// # Errors
-    /// When a real server's database cannot be copied, or does not run again after it.
+    /// A real server's database cannot be copied, or does not restart.
     pub fn snapshot(&self) -> anyhow::Result<Snapshot> {
         let saved = match &self.shared.upstream {
             Some(upstream) => Saved::Folder(upstream.back_up()?),
@@ -414,11 +414,11 @@ impl ApiServer {
         Ok(Snapshot(saved))
     }
 
-    /// Goes back to an older state, as after the restore of an etcd backup: later writes are lost, the resource version
-    /// counts on from the older one, and every watch ends. UIDs that were given since are not given again.
+    /// Restores an older state, as from an etcd backup: later writes are lost, the resource version continues from the
+    /// older one, and all watches end. UIDs assigned since are not reused.
     ///
     /// # Errors
-    /// When a real server does not start with it, or the snapshot is not one of this server.
+    /// A real server does not start with it, or the snapshot is of another server.
     pub fn restore_from(&self, snapshot: &Snapshot) -> anyhow::Result<()> {
         match (&snapshot.0, &self.shared.upstream) {
             (Saved::Folder(folder), Some(upstream)) => upstream.restore(folder),
@@ -433,14 +433,14 @@ impl ApiServer {
                 self.shared.revision.send_replace(revision);
                 Ok(())
             }
-            _ => anyhow::bail!("this snapshot is one of another server"),
+            _ => anyhow::bail!("the snapshot is of another server"),
         }
     }
 
-    /// Creates an object together with its status; past links, faults and the record of calls.
+    /// Creates an object together with its status, without links, faults and the record of calls.
     ///
     /// # Errors
-    /// What a client would be told.
+    /// As for a client.
     pub fn create(&self, object: &Value) -> Result<Value, ApiError> {
         if let Some(upstream) = &self.shared.upstream {
             return upstream.create(&self.kind_of(object)?, object);
@@ -457,10 +457,10 @@ impl ApiServer {
         })
     }
 
-    /// Applies an object, status included, taking its fields from whoever owns them; past links, faults and the record.
+    /// Applies an object, including its status, forcing conflicts, without links, faults and the record of calls.
     ///
     /// # Errors
-    /// What a client would be told.
+    /// As for a client.
     pub fn apply(&self, object: &Value) -> Result<Value, ApiError> {
         if let Some(upstream) = &self.shared.upstream {
             return upstream.apply(&self.kind_of(object)?, object);
@@ -501,11 +501,11 @@ impl ApiServer {
         written.map(|object| resource.present(&object).into_owned())
     }
 
-    /// Changes an object by a merge patch; what it says of the status goes through that path. Past links, faults and the
-    /// record.
+    /// Changes an object by a merge patch; the status is patched separately. Without links, faults and the record of
+    /// calls.
     ///
     /// # Errors
-    /// What a client would be told.
+    /// As for a client.
     pub fn patch(&self, kind: &str, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiError> {
         let mut state = self.shared.lock();
         let resource = find_named(&state, kind)?;
@@ -524,10 +524,10 @@ impl ApiServer {
         patched.map(drop)
     }
 
-    /// Deletes an object; past links, faults and the record. `kind` is a name as `kubectl` takes it.
+    /// Deletes an object, without links, faults and the record of calls. `kind` is a name as for `kubectl`.
     ///
     /// # Errors
-    /// What a client would be told.
+    /// As for a client.
     pub fn delete(&self, kind: &str, namespace: &str, name: &str) -> Result<(), ApiError> {
         let mut state = self.shared.lock();
         let resource = find_named(&state, kind)?;
@@ -540,11 +540,11 @@ impl ApiServer {
         deleted.map(drop)
     }
 
-    /// An object; past links, faults and the record. `kind` is a name as `kubectl` takes it: plural, singular or short,
-    /// with or without its group.
+    /// An object, without links, faults and the record of calls. `kind` is a name as for `kubectl`: plural, singular or
+    /// short, with or without its group.
     ///
     /// # Errors
-    /// What a client would be told.
+    /// As for a client.
     pub fn get(&self, kind: &str, namespace: &str, name: &str) -> Result<Value, ApiError> {
         let state = self.shared.lock();
         let resource = find_named(&state, kind)?;
@@ -556,10 +556,10 @@ impl ApiServer {
         Ok(resource.present(&object).into_owned())
     }
 
-    /// All objects of a kind, ordered by namespace and name; past links, faults and the record.
+    /// All objects of a kind, ordered by namespace and name, without links, faults and the record of calls.
     ///
     /// # Errors
-    /// 404 for a kind that is not served.
+    /// 404 for an unknown kind.
     pub fn list(&self, kind: &str) -> Result<Vec<Value>, ApiError> {
         let state = self.shared.lock();
         let resource = find_named(&state, kind)?;
@@ -569,10 +569,10 @@ impl ApiServer {
         Ok(state.store.list(&resource.storage, None).map(|(_, object)| resource.present(object).into_owned()).collect())
     }
 
-    /// The versions of an object that are still known, oldest first; `None` where it was deleted.
+    /// The recorded versions of an object, oldest first; `None` for a deletion.
     ///
     /// # Errors
-    /// 404 for a kind that is not served.
+    /// 404 for an unknown kind.
     pub fn history(&self, kind: &str, namespace: &str, name: &str) -> Result<Vec<Option<Value>>, ApiError> {
         let state = self.shared.lock();
         let resource = find_named(&state, kind)?;
@@ -586,17 +586,17 @@ impl ApiServer {
         Ok(versions.map(|version| version.map(|object| resource.present(object).into_owned())).collect())
     }
 
-    /// Tells the watches of what has been written under this lock.
+    /// Notifies watches of the writes under this lock.
     fn publish(&self, state: MutexGuard<'_, State>) {
         let revision = state.store.revision();
         drop(state);
         self.shared.revision.send_if_modified(|seen| std::mem::replace(seen, revision) != revision);
     }
 
-    /// Answers one HTTP request. Without a `caller` the `User-Agent` names it.
+    /// Answers an HTTP request. Without a `caller`, the `User-Agent` names it.
     ///
     /// # Errors
-    /// A connection that was refused or that broke: there is no answer then.
+    /// The connection was refused or reset, so there is no answer.
     async fn answer(&self, caller: Option<Caller>, parts: &Parts, body: &Bytes) -> io::Result<Response<Body>> {
         let parsed = {
             let state = self.shared.lock();
@@ -611,7 +611,7 @@ impl ApiServer {
         }
     }
 
-    /// Waits until the way to the server is open.
+    /// Waits until the link is up.
     async fn arrive(&self, caller: &Caller) -> io::Result<()> {
         let mut links = self.shared.links.subscribe();
         loop {
@@ -624,14 +624,14 @@ impl ApiServer {
         }
     }
 
-    /// Discovery, health and what does not exist.
+    /// Discovery, health and unknown paths.
     fn answer_other(&self, parts: &Parts, error: &ApiError) -> Response<Body> {
         let path = parts.uri.path();
         if let "/healthz" | "/livez" | "/readyz" = path {
             return respond(200, "text/plain", Body::from("ok"));
         }
         if path == "/openapi/v2" {
-            // An empty document of this protobuf type: kubectl finds no schemas in it and checks nothing itself.
+            // An empty document of this protobuf type, so that kubectl validates nothing itself.
             return respond(200, "application/com.github.proto-openapi.spec.v2.v1.0+protobuf", Body::empty());
         }
         match discovery::answer(&self.shared.lock().registry, path) {
@@ -640,7 +640,7 @@ impl ApiServer {
         }
     }
 
-    /// A call to a resource, with the fault that meets it, entered into the record.
+    /// A call to a resource, with its fault, added to the record.
     async fn answer_call(
         &self,
         caller: &Caller,
@@ -650,7 +650,7 @@ impl ApiServer {
     ) -> io::Result<Response<Body>> {
         let Request { verb, resource, place, patch, query, .. } = request;
         let manager = Some(query.text("fieldManager")).filter(|text| !text.is_empty());
-        // An apply must name its manager; other writes go by the client's name.
+        // An apply must name its field manager; other writes default to the client's name.
         let manager = match patch {
             Some(PatchKind::Apply) => manager.unwrap_or_default(),
             _ => manager.unwrap_or(&caller.name),
@@ -714,7 +714,7 @@ impl ApiServer {
         })
     }
 
-    /// Lets the real server do what a call asks for.
+    /// Forwards a call to the real server.
     async fn forward(
         &self,
         upstream: &Arc<Upstream>,
@@ -725,9 +725,9 @@ impl ApiServer {
         fault: Option<Fault>,
     ) -> io::Result<ApiResult<Answer>> {
         if request.verb != Verb::Watch {
-            let told = upstream.call(ask, Hold::new()).await.map_err(io::Error::other)??;
-            call.changed = told.changed;
-            return Ok(Ok(Answer::Json(told.code, told.text)));
+            let reply = upstream.call(ask, Hold::new()).await.map_err(io::Error::other)??;
+            call.changed = reply.changed;
+            return Ok(Ok(Answer::Json(reply.code, reply.text)));
         }
         let Request { resource, query, .. } = request;
         let (selector, after) =
@@ -739,13 +739,13 @@ impl ApiServer {
             };
         let opened = upstream.open(ask, selector, after, Hold::new()).await.map_err(io::Error::other)??;
         Ok(match opened {
-            Opened::Refused(told) => Ok(Answer::Json(told.code, told.text)),
+            Opened::Refused(reply) => Ok(Answer::Json(reply.code, reply.text)),
             Opened::Lines(lines) => Watch::relay(Arc::clone(&self.shared), lines, caller, request, fault)
                 .map(|watch| Answer::Events(Box::new(watch))),
         })
     }
 
-    /// Does what a call asks for, all under one lock.
+    /// Executes a call, under one lock.
     fn execute(
         &self,
         call: &mut Call,
@@ -856,7 +856,7 @@ impl ApiServer {
         }
     }
 
-    /// A list, whole or in pages. A continued page shows the state that the first one showed.
+    /// A list, whole or in pages. A continued page shows the same state as the first one.
     fn execute_list(&self, state: &State, request: &Request) -> ApiResult<Answer> {
         let Request { resource, place, query, in_namespace, as_table, .. } = request;
         let selector = Selector::parse(resource, query.text("labelSelector"), query.text("fieldSelector"))?;
@@ -901,14 +901,14 @@ impl ApiServer {
     }
 }
 
-/// A list as it is sent.
+/// A list in its wire format.
 fn list_of(resource: &Resource, items: &[Cow<'_, Value>], metadata: &Value) -> String {
     let items: Vec<String> = items.iter().map(ToString::to_string).collect();
     let (version, kind, items) = (resource.api_version(), &resource.kind, items.join(","));
     format!(r#"{{"apiVersion":"{version}","items":[{items}],"kind":"{kind}List","metadata":{metadata}}}"#)
 }
 
-/// The namespace in which an object of this resource lives when its manifest says `namespace`.
+/// The namespace of an object of this resource whose manifest says `namespace`.
 fn namespace_for(resource: &Resource, namespace: &str) -> String {
     match (resource.namespaced, namespace) {
         (false, _) => String::new(),
@@ -937,7 +937,7 @@ fn parse_continue(token: &str, resource: &Resource) -> ApiResult<(u64, Option<Ke
     parsed.ok_or_else(|| ApiError::bad_request("continue key is not valid"))
 }
 
-/// JSON, or for an apply also YAML.
+/// JSON, or YAML for an apply.
 fn parse_body(body: &Bytes) -> ApiResult<Value> {
     serde_json::from_slice(body).or_else(|error| {
         let text = std::str::from_utf8(body).unwrap_or_default();

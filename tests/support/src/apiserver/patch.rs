@@ -29,7 +29,7 @@ impl PatchKind {
     }
 }
 
-/// Makes the new object of any patch but an apply. `current` is in the version that the patch was written for.
+/// Applies a patch other than an apply. `current` is in the version that the patch was written for.
 pub(super) fn patched(resource: &Resource, current: &Value, kind: PatchKind, patch: &Value) -> ApiResult<Value> {
     let mut object = current.clone();
     match kind {
@@ -91,13 +91,13 @@ fn merge_field(map: &mut Map<String, Value>, name: &str, patch: &Value, schema: 
         (Value::Array(items), ListKind::Set) => {
             let mut merged = slot.as_array().cloned().unwrap_or_default();
             let mut new: Vec<Value> = items.iter().filter(|item| !merged.contains(item)).cloned().collect();
-            // New items stand before those that were there.
+            // New items are inserted before existing ones.
             new.append(&mut merged);
             *slot = Value::Array(new);
         }
         (Value::Array(items), ListKind::Map(keys)) => {
             let mut merged = slot.as_array().cloned().unwrap_or_default();
-            // Strategic merges tell items apart by the first key alone.
+            // Strategic merges identify items by the first key only.
             let key = keys.first().map(String::as_str).unwrap_or_default();
             let mut new = Vec::new();
             for item in items {

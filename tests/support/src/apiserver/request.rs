@@ -1,4 +1,4 @@
-//! From an HTTP request to what it asks for.
+//! Parsing of HTTP requests.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,13 +18,13 @@ pub(super) struct Request {
     pub(super) verb: Verb,
     pub(super) resource: Arc<Resource>,
     pub(super) place: Place,
-    /// Lists and watches: whether they cover one namespace only.
+    /// For lists and watches: whether they cover one namespace only.
     pub(super) in_namespace: bool,
     pub(super) patch: Option<PatchKind>,
     pub(super) query: Parameters,
-    /// Who asks, from the `User-Agent`.
+    /// The caller, from the `User-Agent`.
     pub(super) user_agent: String,
-    /// The client wants lists and objects as a `meta/v1` Table.
+    /// The client requests lists and objects as a `meta/v1` Table.
     pub(super) as_table: bool,
 }
 
@@ -33,7 +33,7 @@ pub(super) struct Request {
 pub(super) struct Parameters(HashMap<String, String>);
 
 impl Parameters {
-    /// A parameter's value; empty when it is not given.
+    /// A parameter's value; empty if it is absent.
     pub(super) fn text(&self, name: &str) -> &str {
         self.0.get(name).map(String::as_str).unwrap_or_default()
     }
@@ -43,7 +43,7 @@ impl Parameters {
         matches!(self.text(name), "true" | "1")
     }
 
-    /// A parameter as a number; `None` when it is not given.
+    /// A parameter as a number; `None` if it is absent.
     pub(super) fn number(&self, name: &str) -> ApiResult<Option<u64>> {
         match self.text(name) {
             "" => Ok(None),
@@ -60,10 +60,10 @@ pub(super) fn parameters(parts: &Parts) -> ApiResult<Parameters> {
     Ok(Parameters(pairs))
 }
 
-/// Reads a call to a resource.
+/// Parses a call to a resource.
 ///
 /// # Errors
-/// 404 for a path that is not served, 405 for a method that the path does not take, 415 for an unknown patch format.
+/// 404 for an unknown path, 405 for a method that the path does not support, 415 for an unknown patch format.
 pub(super) fn parse(registry: &Registry, parts: &Parts) -> ApiResult<Request> {
     let segments: Vec<&str> = parts.uri.path().split('/').filter(|segment| !segment.is_empty()).collect();
     let (group, version, rest) = match segments.as_slice() {

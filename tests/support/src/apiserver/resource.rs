@@ -1,4 +1,4 @@
-//! One served resource: a kind at a version, its names, and the rules that differ between kinds.
+//! A served resource: a kind at a version, its names, and its specific rules.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::schema::Schema;
 use super::tree;
 
-/// Where objects of a resource are kept: all versions of one kind share a place.
+/// Store of a resource's objects: all versions of a kind share one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Storage {
     /// API group; empty for the core group.
@@ -18,12 +18,12 @@ pub(super) struct Storage {
     pub(super) plural: Arc<str>,
 }
 
-/// How the form of one version differs from the stored one.
+/// Conversion between a version and the stored form.
 #[derive(Clone, Copy)]
 pub(super) struct Conversion {
-    /// From what a client sends to what is kept.
+    /// From the client's to the stored form.
     pub(super) to_stored: fn(&mut Value),
-    /// From what is kept to what a client of this version gets.
+    /// From the stored form to that of this version.
     pub(super) from_stored: fn(&mut Value),
 }
 
@@ -34,16 +34,16 @@ pub(super) struct Column {
     pub(super) name: String,
     /// OpenAPI type, for example `string` or `date`.
     pub(super) kind: String,
-    /// 0 is always shown; more only with `-o wide`.
+    /// 0: always shown; otherwise with `-o wide` only.
     pub(super) priority: i64,
-    /// What is printed in it.
+    /// Source of its cells.
     pub(super) cell: Cell,
 }
 
-/// The source of a printed cell.
+/// Source of a cell.
 #[derive(Clone)]
 pub(super) enum Cell {
-    /// A JSONPath as CustomResourceDefinitions carry it, for example `.status.ipam.operator-status.error`.
+    /// A JSONPath as in CustomResourceDefinitions, such as `.status.ipam.operator-status.error`.
     Path(String),
     /// Computed from the object; the second argument is the server's time.
     Computed(fn(&Value, jiff::Timestamp) -> Value),
@@ -60,32 +60,32 @@ pub(super) struct Resource {
     pub(super) short_names: Vec<String>,
     pub(super) categories: Vec<String>,
     pub(super) namespaced: bool,
-    /// Whether `status` is written through its own path only.
+    /// Whether `status` is a subresource.
     pub(super) status_subresource: bool,
-    /// Whether a create may bring a status all the same, as kubelet's of its Node does.
+    /// Whether a create may nevertheless set the status, as kubelet's of its Node does.
     pub(super) status_on_create: bool,
-    /// Whether `metadata.generation` counts changes of the wanted state; the older core kinds have none.
+    /// Whether `metadata.generation` counts changes of the spec; older core kinds have none.
     pub(super) generation: bool,
-    /// Whether an update may leave `metadata.resourceVersion` out.
+    /// Whether an update may omit `metadata.resourceVersion`.
     pub(super) unconditional_update: bool,
-    /// Whether an update of an absent object creates it.
+    /// Whether an update creates an absent object.
     pub(super) create_on_update: bool,
-    /// Whether strategic merge patches are taken; custom resources refuse them.
+    /// Whether strategic merge patches are supported; custom resources do not support them.
     pub(super) strategic_patch: bool,
-    /// The kind's fields as far as the server has to know them.
+    /// The kind's fields, as far as the server needs them.
     pub(super) schema: Arc<Schema>,
-    /// Decodes into the kind's type and back: drops unknown fields and reports wrong types.
+    /// Decodes and encodes by the kind's type: drops unknown fields and reports wrong types.
     pub(super) normalise: Option<fn(Value) -> Result<Value, serde_json::Error>>,
     pub(super) conversion: Option<Conversion>,
     pub(super) columns: Vec<Column>,
-    /// Places that field selectors may name beside `metadata.name` and `metadata.namespace`.
+    /// Fields for field selectors besides `metadata.name` and `metadata.namespace`.
     pub(super) selectable: Vec<String>,
-    /// Where this version's objects are kept.
+    /// Store of this version's objects.
     pub(super) storage: Storage,
 }
 
 impl Resource {
-    /// `plural.group`, the form that messages use; just the plural for the core group.
+    /// `plural.group`, as in messages; only the plural for the core group.
     pub(super) fn qualified(&self) -> String {
         if self.group.is_empty() { self.plural.clone() } else { format!("{}.{}", self.plural, self.group) }
     }
@@ -95,7 +95,7 @@ impl Resource {
         if self.group.is_empty() { self.version.clone() } else { format!("{}/{}", self.group, self.version) }
     }
 
-    /// Whether this is the kind that an owner reference or a manifest names.
+    /// Whether an owner reference or a manifest means this kind.
     pub(super) fn is_kind(&self, api_version: &str, kind: &str) -> bool {
         let (group, version) = api_version.rsplit_once('/').unwrap_or(("", api_version));
         self.kind == kind && self.group == group && self.version == version
@@ -117,21 +117,21 @@ impl Resource {
     }
 }
 
-/// Every resource that is served now: the built-in ones and those that CustomResourceDefinitions have brought.
+/// All served resources: the built-in ones and those of CustomResourceDefinitions.
 #[derive(Clone, Default)]
 pub(super) struct Registry {
-    /// Keyed by (group, version, plural), so that discovery lists them in a fixed order.
+    /// Keyed by (group, version, plural), so that discovery lists them in a stable order.
     resources: BTreeMap<(String, String, String), Arc<Resource>>,
 }
 
 impl Registry {
-    /// Adds a resource, or puts it in the place of one with the same names.
+    /// Adds or replaces a resource.
     pub(super) fn insert(&mut self, resource: Resource) {
         let key = (resource.group.clone(), resource.version.clone(), resource.plural.clone());
         self.resources.insert(key, Arc::new(resource));
     }
 
-    /// Forgets every version of a custom resource.
+    /// Removes all versions of a custom resource.
     pub(super) fn remove(&mut self, group: &str, plural: &str) {
         self.resources.retain(|key, _| key.0 != group || key.2 != plural);
     }
@@ -146,7 +146,7 @@ impl Registry {
         self.resources.values().find(|resource| resource.is_kind(api_version, kind)).cloned()
     }
 
-    /// Any version of what is kept at a place.
+    /// Any version of a store's kind.
     pub(super) fn at(&self, storage: &Storage) -> Option<Arc<Resource>> {
         self.resources.values().find(|resource| resource.storage == *storage).cloned()
     }

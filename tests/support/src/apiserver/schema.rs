@@ -1,15 +1,15 @@
-//! What the server knows of a kind's fields: how lists and maps merge, and for custom resources what is valid at all.
+//! Schemas: how lists and maps merge, and for custom resources which values are valid.
 //!
-//! Built-in kinds have *open* schemas: only merging is described, and wrong types are found by decoding into the kind's
-//! own type. A custom resource has the structural schema of its CustomResourceDefinition: what it does not know is
-//! pruned, and type, `required`, `enum`, the bounds of numbers, texts and lists, and `format: cidr` are checked.
-//! `pattern`, other formats, `oneOf` and its kin, defaults and CEL rules are not.
+//! Built-in kinds have *open* schemas that only describe merging; wrong types are found by decoding into the kind's own
+//! type. A custom resource has the structural schema of its CustomResourceDefinition: unknown fields are pruned, and
+//! type, `required`, `enum`, bounds of numbers, strings and lists, and `format: cidr` are checked. `pattern`, other
+//! formats, `oneOf` and the like, defaults and CEL rules are not.
 
 use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-/// How a list takes part in merges (`x-kubernetes-list-type`).
+/// Merging of a list (`x-kubernetes-list-type`).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) enum ListKind {
     /// Replaced as a whole.
@@ -17,7 +17,7 @@ pub(super) enum ListKind {
     Atomic,
     /// Scalars, each at most once.
     Set,
-    /// Objects told apart by these fields.
+    /// Objects identified by these fields.
     Map(Vec<String>),
 }
 
@@ -30,7 +30,7 @@ pub(super) struct Schema {
     pub(super) list: ListKind,
     /// A map that is replaced as a whole (`x-kubernetes-map-type: atomic`).
     pub(super) atomic_map: bool,
-    /// Fields that are not described are kept.
+    /// Unknown fields are preserved.
     open: bool,
     checks: Checks,
 }
@@ -50,7 +50,7 @@ struct Checks {
     max_size: Option<u64>,
 }
 
-/// Knows nothing: lists are atomic, every field is kept.
+/// Accepts everything: lists are atomic, all fields are kept.
 static OPEN: Schema = Schema {
     fields: BTreeMap::new(),
     values: None,
@@ -92,19 +92,20 @@ impl Schema {
         self.list_map("metadata.ownerReferences", &["uid"]).list_set("metadata.finalizers")
     }
 
-    /// Says that the list at a dotted path is a list of objects told apart by `keys`; `[]` steps into a list's items.
+    /// Declares the list at a dotted path to be a list of objects identified by `keys`; `[]` descends into a list's
+    /// items.
     pub(super) fn list_map(mut self, path: &str, keys: &[&str]) -> Self {
         self.place(path).list = ListKind::Map(keys.iter().map(|key| (*key).to_owned()).collect());
         self
     }
 
-    /// Says that the list at a dotted path is a set of scalars.
+    /// Declares the list at a dotted path to be a set of scalars.
     pub(super) fn list_set(mut self, path: &str) -> Self {
         self.place(path).list = ListKind::Set;
         self
     }
 
-    /// Says that the map at a dotted path is replaced as a whole.
+    /// Declares the map at a dotted path to be atomic.
     pub(super) fn map_atomic(mut self, path: &str) -> Self {
         self.place(path).atomic_map = true;
         self
@@ -172,7 +173,7 @@ impl Schema {
         self.items.as_deref().unwrap_or(&OPEN)
     }
 
-    /// Drops what the schema does not know, and `null` where it is not allowed.
+    /// Prunes unknown fields, and `null` where it is not allowed.
     pub(super) fn prune(&self, value: &mut Value) {
         match value {
             Value::Object(map) => {
@@ -192,7 +193,7 @@ impl Schema {
         }
     }
 
-    /// The path of the first field that the schema does not know.
+    /// The path of the first unknown field.
     pub(super) fn unknown(&self, path: &str, value: &Value) -> Option<String> {
         match value {
             Value::Object(map) => map.iter().find_map(|(name, value)| {
@@ -211,7 +212,7 @@ impl Schema {
         }
     }
 
-    /// Adds (field path, problem) pairs for everything that breaks the schema.
+    /// Adds (field path, problem) pairs for all violations of the schema.
     pub(super) fn check(&self, path: &str, value: &Value, problems: &mut Vec<(String, String)>) {
         let checks = &self.checks;
         let mut report = |text: String| problems.push((path.to_owned(), text));
@@ -286,7 +287,7 @@ impl Schema {
         }
     }
 
-    /// Sets and keyed lists hold each element once.
+    /// Elements of sets and keyed lists must be unique.
     fn check_keys(&self, path: &str, list: &[Value], problems: &mut Vec<(String, String)>) {
         if self.list == ListKind::Atomic {
             return;

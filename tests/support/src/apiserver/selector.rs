@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::error::{ApiError, ApiResult};
 use super::resource::Resource;
 
-/// Which objects a list or a watch covers.
+/// The objects covered by a list or a watch.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Selector {
     labels: Vec<Requirement>,
@@ -27,10 +27,10 @@ enum Test {
 }
 
 impl Selector {
-    /// Reads the query parameters `labelSelector` and `fieldSelector`.
+    /// Parses the query parameters `labelSelector` and `fieldSelector`.
     ///
     /// # Errors
-    /// 400 for bad syntax and for a field that the kind cannot be selected by.
+    /// 400 for bad syntax and for a field without support for selection.
     pub(super) fn parse(resource: &Resource, labels: &str, fields: &str) -> ApiResult<Self> {
         let labels = split(labels).into_iter().map(label_requirement).collect::<ApiResult<Vec<_>>>()?;
         let fields = split(fields).into_iter().map(field_requirement).collect::<ApiResult<Vec<_>>>()?;
@@ -47,7 +47,7 @@ impl Selector {
     /// Whether an object is covered.
     pub(super) fn matches(&self, object: &Value) -> bool {
         let label = |key: &str| object.get("metadata")?.get("labels")?.get(key)?.as_str().map(str::to_owned);
-        // An unset field is selected as the empty text.
+        // An absent field is selected as the empty string.
         let field = |path: &str| {
             let found = path.split('.').try_fold(object, |value, step| value.get(step));
             Some(match found {

@@ -1,4 +1,4 @@
-//! The server over HTTP, and the kubeconfig that leads to it.
+//! The server over HTTP, and a kubeconfig for it.
 
 use std::future::Future;
 use std::io;
@@ -12,11 +12,11 @@ use tokio::task::JoinSet;
 
 use super::{ApiServer, read_body};
 
-/// Serves HTTP/1.1 without TLS on `listener` until `shutdown` is done; open connections are then cut, as when a process
-/// ends. Over HTTP a client's name is the first word of its `User-Agent`.
+/// Serves HTTP/1.1 without TLS on `listener` until `shutdown` completes; open connections are then closed, as when a
+/// process terminates. Over HTTP a client's name is the first word of its `User-Agent`.
 ///
 /// # Errors
-/// When the listener cannot accept any more.
+/// The listener fails.
 pub async fn serve(server: ApiServer, listener: TcpListener, shutdown: impl Future<Output = ()>) -> io::Result<()> {
     let mut connections = JoinSet::new();
     let mut shutdown = std::pin::pin!(shutdown);
@@ -36,7 +36,7 @@ pub async fn serve(server: ApiServer, listener: TcpListener, shutdown: impl Futu
                     server.answer(None, &parts, &body).await
                 }
             });
-            // A client that goes away, or a fault that cuts the connection, is no error of the server.
+            // A client's disconnect, or a fault that resets the connection, is not an error of the server.
             let _ = http1::Builder::new().serve_connection(TokioIo::new(stream), service).await;
         });
     }

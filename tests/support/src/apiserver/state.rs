@@ -1,5 +1,5 @@
-//! The server's state and the rules of every read and write, as a plain synchronous machine: `mod.rs` puts a lock and HTTP
-//! around it.
+//! The server's state and the rules of all reads and writes, as a synchronous state machine: `mod.rs` adds a lock and
+//! HTTP.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,45 +19,45 @@ use super::resource::{Registry, Resource};
 use super::store::{Key, Store};
 use super::tree;
 
-/// What a write is done to.
+/// The target of a write.
 #[derive(Clone, Debug)]
 pub(super) struct Place {
     pub(super) namespace: String,
-    /// Empty for a create.
+    /// Empty for create.
     pub(super) name: String,
     /// Empty, or `status`.
     pub(super) subresource: String,
 }
 
-/// How a write is done.
+/// Options of a write.
 #[derive(Clone, Debug, Default)]
 pub(super) struct WriteOptions {
     pub(super) manager: String,
-    /// Only for an apply: take fields from other managers.
+    /// For an apply: take fields over from other managers.
     pub(super) force: bool,
-    /// Answer as if, and keep nothing.
+    /// Answer as usual, but do not store anything.
     pub(super) dry_run: bool,
 }
 
-/// What a delete asks for beyond the name.
+/// Options of a delete.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DeleteOptions {
     pub(super) uid: Option<String>,
     pub(super) resource_version: Option<String>,
-    /// Leave what the object owns.
+    /// Do not delete dependents.
     pub(super) orphan: bool,
     pub(super) dry_run: bool,
 }
 
 /// The outcome of a delete.
 pub(super) enum Deleted {
-    /// Gone; the object as it was.
+    /// Deleted; the object as it was.
     Gone(Arc<Value>),
-    /// Marked, and kept until its finalizers are done.
+    /// Marked for deletion, until its finalizers are removed.
     Marked(Arc<Value>),
 }
 
-/// Objects, kinds, and the sources of time and randomness.
+/// Objects, kinds, clock and random numbers.
 #[derive(Clone)]
 pub(super) struct State {
     pub(super) store: Store,
@@ -67,7 +67,7 @@ pub(super) struct State {
 }
 
 impl State {
-    /// A cluster that holds nothing but its first namespaces.
+    /// A cluster with its initial namespaces only.
     pub(super) fn new(clock: Clock, seed: u64, keep_changes: usize) -> Self {
         let mut state = Self {
             store: Store::new(keep_changes),
@@ -94,7 +94,7 @@ impl State {
         state
     }
 
-    /// Goes on with the random numbers of another state, which this one takes the place of.
+    /// Continues the random numbers of another state, which this one replaces.
     pub(super) fn keep_drawing_from(&mut self, other: Self) {
         self.random = other.random;
     }
@@ -113,13 +113,13 @@ impl State {
         Key { storage: resource.storage.clone(), namespace: namespace.to_owned(), name: name.to_owned() }
     }
 
-    /// An object as it is kept.
+    /// An object as stored.
     pub(super) fn get(&self, resource: &Resource, namespace: &str, name: &str) -> ApiResult<Arc<Value>> {
         let found = self.store.get(&Self::key(resource, namespace, name));
         found.cloned().ok_or_else(|| ApiError::not_found(resource, name))
     }
 
-    /// Creates an object; an empty `place.name` takes the one in the body.
+    /// Creates an object; if `place.name` is empty, the name is that of the body.
     pub(super) fn create(
         &mut self,
         resource: &Resource,
@@ -134,7 +134,8 @@ impl State {
         self.insert(resource, object, options)
     }
 
-    /// A body made into a new object: names settled, the server's fields set, a status that it may not bring removed.
+    /// Converts a body to a new object: sets its name and the server's fields, and removes a status that it must not
+    /// have.
     fn new_object(&mut self, resource: &Resource, place: &Place, body: Value) -> ApiResult<Value> {
         let mut object = self.decode(resource, body)?;
         if !tree::text(&object, "/metadata/resourceVersion").is_empty() {
@@ -271,7 +272,7 @@ impl State {
         if let Some(conversion) = resource.conversion {
             (conversion.to_stored)(&mut config);
         }
-        // An apply owns nothing on the other side of the status border.
+        // An apply to one of spec and status owns no fields of the other.
         if place.subresource == "status" {
             let version = config.pointer("/metadata/resourceVersion").cloned();
             tree::as_map(&mut config).retain(|field, _| ["apiVersion", "kind", "status"].contains(&field.as_str()));
@@ -301,7 +302,7 @@ impl State {
         }
     }
 
-    /// The common end of an update and a patch: `object` is what the client wants instead of `old`.
+    /// Common end of update and patch: `object` replaces `old`.
     fn replace(
         &mut self,
         resource: &Resource,
@@ -314,8 +315,8 @@ impl State {
         self.finish(resource, place, old, object, options, Some(&author))
     }
 
-    /// Guards the server's fields and the status border, admits, and keeps the object if anything has changed.
-    /// `author` records an update; without it, the object brings its `managedFields` (an apply).
+    /// Protects the server's fields and the separation of spec and status, validates, and stores the object if anything
+    /// has changed. `author` records an update; without it, the object has its new `managedFields` (an apply).
     fn finish(
         &mut self,
         resource: &Resource,
@@ -346,7 +347,7 @@ impl State {
             "resourceVersion",
         ];
         if place.subresource == "status" {
-            // Through the status path nothing but the status changes; of built-in kinds, metadata too.
+            // A write of the status subresource changes the status only; for built-in kinds also metadata.
             let status = object.get("status").cloned();
             let metadata = object.get("metadata").filter(|_| resource.normalise.is_some()).cloned();
             object = Value::clone(old);
@@ -392,7 +393,7 @@ impl State {
         Ok(self.commit(resource, &key, object))
     }
 
-    /// Brings a body into the kept form: version and kind checked, unknown fields dropped.
+    /// Converts a body to the stored form: checks version and kind, prunes unknown fields.
     fn decode(&self, resource: &Resource, mut body: Value) -> ApiResult<Value> {
         if !body.is_object() {
             return Err(ApiError::bad_request("the object provided is not a JSON object"));
@@ -434,13 +435,13 @@ impl State {
         Ok(object)
     }
 
-    /// Refuses what breaks the rules of metadata, of the schema or of the kind.
+    /// Rejects violations of the rules of metadata, of the schema or of the kind.
     fn admit(&self, resource: &Resource, object: Value, old: Option<&Value>) -> ApiResult<Value> {
         let name = tree::text(&object, "/metadata/name");
         let mut problems = metadata::problems(resource, &object);
         if resource.normalise.is_none() {
             resource.schema.check("", &object, &mut problems);
-            // What was wrong before and has not changed is let be.
+            // Unchanged violations of the old object are tolerated.
             if let Some(old) = old.filter(|_| !problems.is_empty()) {
                 let mut known = Vec::new();
                 resource.schema.check("", old, &mut known);
@@ -487,13 +488,13 @@ impl State {
         }
     }
 
-    /// Keeps an object, follows a definition with its kinds, finishes a deletion whose last finalizer has gone, and
-    /// collects what has lost its owners.
+    /// Stores an object, updates the kinds of a CRD, completes a deletion whose last finalizer was removed, and
+    /// collects garbage.
     fn commit(&mut self, resource: &Resource, key: &Key, object: Value) -> Arc<Value> {
         let finished = !tree::text(&object, "/metadata/deletionTimestamp").is_empty()
             && tree::list(&object, "/metadata/finalizers").is_empty();
         if finished {
-            // Gone at once: nobody is told of the write, and its answer shows the version before.
+            // Deleted at once: watches do not see the write, and its answer has the previous version.
             let mut object = object;
             if let Some(before) = self.store.get(key) {
                 tree::copy_metadata(&mut object, before, "resourceVersion");
@@ -514,7 +515,7 @@ impl State {
         kept
     }
 
-    /// Deletes an object, or marks it when it has finalizers.
+    /// Deletes an object, or marks it if it has finalizers.
     pub(super) fn delete(
         &mut self,
         resource: &Resource,
@@ -556,7 +557,7 @@ impl State {
         Ok(Deleted::Marked(self.store.put(key, object)))
     }
 
-    /// Removes an object and everything that goes with it: a namespace's content, a definition's objects, dependents.
+    /// Removes an object and what depends on it: a namespace's content, a CRD's objects, dependents.
     fn erase(&mut self, key: &Key) -> Option<Arc<Value>> {
         let gone = self.store.remove(key)?;
         let content: Vec<Key> = if key.storage == builtin::namespaces() {
@@ -576,8 +577,8 @@ impl State {
         Some(gone)
     }
 
-    /// Deletes objects all of whose owners are gone, until there are no more. A real cluster does the same a little later.
-    /// An owner of a kind that is not served is left alone, as the real collector does.
+    /// Deletes objects all of whose owners are gone, recursively. A real cluster does so asynchronously. An owner of a
+    /// kind that is not served counts as existing, as for the real garbage collector.
     fn collect_garbage(&mut self) {
         loop {
             let orphans: Vec<Key> = self
@@ -591,13 +592,13 @@ impl State {
             }
             for key in orphans {
                 let Some(resource) = self.registry.at(&key.storage) else { continue };
-                // The object was there a moment ago, under the same lock; a delete without preconditions cannot fail.
+                // The object exists under this lock; a delete without preconditions cannot fail.
                 let _ = self.delete(&resource, &key.namespace, &key.name, &DeleteOptions::default());
             }
         }
     }
 
-    /// Whether an object has owners, and none of them is there any more.
+    /// Whether an object has owners, and none of them exists any more.
     fn is_orphan(&self, key: &Key, object: &Value) -> bool {
         let owners = tree::list(object, "/metadata/ownerReferences");
         let pending = !tree::text(object, "/metadata/deletionTimestamp").is_empty();
@@ -612,7 +613,7 @@ impl State {
         found.is_none_or(|object| tree::text(object, "/metadata/uid") != text("uid"))
     }
 
-    /// Takes an owner out of everything that it owns.
+    /// Removes an owner from the owner references of all objects.
     fn orphan(&mut self, owner: &str) {
         let owned = |object: &Value| {
             tree::list(object, "/metadata/ownerReferences")
@@ -634,7 +635,7 @@ impl State {
     }
 }
 
-/// Sets the name and namespace of a body to those of its path, and refuses others.
+/// Sets the name and namespace of a body to those of its path, and rejects others.
 fn settle_names(resource: &Resource, place: &Place, object: &mut Value, name: &str) -> ApiResult<()> {
     let path_name = if place.name.is_empty() { name } else { place.name.as_str() };
     let found = tree::text(object, "/metadata/name");
@@ -660,7 +661,7 @@ fn settle_names(resource: &Resource, place: &Place, object: &mut Value, name: &s
     Ok(())
 }
 
-/// A patch must not make another object of the one that it is for, nor take a whole part of it away.
+/// A patch must not change the identity of its object, nor remove spec or metadata.
 fn refuse_other_identity(resource: &Resource, old: &Value, patched: &Value) -> ApiResult<()> {
     let mut problems = Vec::new();
     let (uid, old_uid) = (tree::text(patched, "/metadata/uid"), tree::text(old, "/metadata/uid"));
@@ -684,7 +685,7 @@ fn refuse_other_identity(resource: &Resource, old: &Value, patched: &Value) -> A
     Err(ApiError::invalid(resource, tree::text(old, "/metadata/name"), &problems))
 }
 
-/// The path of the first field that the type of a built-in kind has lost.
+/// The path of the first field that the type of a built-in kind does not have.
 fn unknown_to_kind(resource: &Resource, config: &Value) -> Option<String> {
     fn lost(path: &str, sent: &Value, kept: &Value) -> Option<String> {
         match (sent, kept) {
@@ -706,7 +707,7 @@ fn unknown_to_kind(resource: &Resource, config: &Value) -> Option<String> {
     lost("", config, &kept)
 }
 
-/// What a body needs to be taken for a custom resource at all. Bodies of built-in kinds may leave their kind out.
+/// Required fields of a custom resource. Bodies of built-in kinds may omit their kind.
 fn decode_custom(resource: &Resource, body: &Value) -> ApiResult<()> {
     let (api_version, kind) = (tree::text(body, "/apiVersion"), tree::text(body, "/kind"));
     if kind.is_empty() || api_version.is_empty() {
@@ -734,7 +735,7 @@ fn decode_custom(resource: &Resource, body: &Value) -> ApiResult<()> {
     Ok(())
 }
 
-/// The part of an object that its generation counts.
+/// The part of an object that counts for its generation.
 fn wanted(resource: &Resource, object: &Value) -> Value {
     let mut object = object.clone();
     let map = tree::as_map(&mut object);
@@ -746,7 +747,7 @@ fn wanted(resource: &Resource, object: &Value) -> Value {
     object
 }
 
-/// The rules of a Lease: positive duration, no negative count of transitions.
+/// The rules of a Lease: positive duration, non-negative number of transitions.
 fn lease_problems(lease: &Value) -> Vec<(String, String)> {
     let mut problems = Vec::new();
     let number = |field: &str| lease.pointer(&format!("/spec/{field}")).and_then(Value::as_i64);

@@ -1,4 +1,4 @@
-//! The objects and the history of their changes, under one revision counter: what etcd is to a real API server.
+//! The objects and the history of their changes, under one revision counter, as in etcd.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use super::error::{ApiError, ApiResult};
 use super::resource::Storage;
 use super::tree;
 
-/// The place of one object.
+/// The key of an object.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Key {
     pub(super) storage: Storage,
@@ -23,14 +23,14 @@ pub(super) struct Key {
 pub(super) struct Change {
     pub(super) revision: u64,
     pub(super) key: Key,
-    /// The object before; `None` when this created it.
+    /// The object before; `None` if the write created it.
     pub(super) before: Option<Arc<Value>>,
-    /// The object after, or as it was last when this deleted it, then with the revision of the deletion.
+    /// The object after; for a deletion, its last form with the revision of the deletion.
     pub(super) after: Arc<Value>,
     pub(super) deleted: bool,
 }
 
-/// Objects by place, the current revision, and the changes since the last compaction.
+/// Objects by key, the current revision, and the changes since the last compaction.
 #[derive(Clone)]
 pub(super) struct Store {
     revision: u64,
@@ -51,7 +51,7 @@ impl Store {
         self.revision
     }
 
-    /// Leaves out this many revisions, as if others had written.
+    /// Skips this many revisions, as if other clients had written.
     pub(super) fn skip(&mut self, count: u64) {
         self.revision += count;
     }
@@ -60,7 +60,7 @@ impl Store {
         self.objects.get(key)
     }
 
-    /// Writes an object, stamps it with the new revision and returns what is kept.
+    /// Writes an object with the new revision and returns it.
     pub(super) fn put(&mut self, key: Key, mut object: Value) -> Arc<Value> {
         self.revision += 1;
         stamp(&mut object, self.revision);
@@ -70,7 +70,7 @@ impl Store {
         after
     }
 
-    /// Deletes an object and returns it as it was last, stamped with the revision of the deletion.
+    /// Deletes an object and returns its last form with the revision of the deletion.
     pub(super) fn remove(&mut self, key: &Key) -> Option<Arc<Value>> {
         let before = self.objects.remove(key)?;
         self.revision += 1;
@@ -96,13 +96,13 @@ impl Store {
         }
     }
 
-    /// Forgets the history: watches and continued lists from before now answer 410.
+    /// Compacts the history: watches and continued lists from before now get 410.
     pub(super) fn compact(&mut self) {
         self.changes.clear();
         self.compacted = self.revision;
     }
 
-    /// Every object.
+    /// All objects.
     pub(super) fn iter(&self) -> impl Iterator<Item = (&Key, &Arc<Value>)> {
         self.objects.iter()
     }
@@ -120,10 +120,10 @@ impl Store {
         })
     }
 
-    /// The objects of a resource as they were at a revision.
+    /// The objects of a resource at a revision.
     ///
     /// # Errors
-    /// 410 when the history does not reach back that far.
+    /// 410 if the history does not reach back that far.
     pub(super) fn list_at(
         &self,
         storage: &Storage,
@@ -151,7 +151,7 @@ impl Store {
     /// The changes after a revision, oldest first.
     ///
     /// # Errors
-    /// 410 when some of them have been forgotten.
+    /// 410 if some of them have been compacted.
     pub(super) fn changes_after(&self, revision: u64) -> ApiResult<impl Iterator<Item = &Change>> {
         if revision < self.compacted {
             return Err(ApiError::expired(revision, self.compacted));
@@ -160,7 +160,7 @@ impl Store {
         Ok(self.changes.range(start..))
     }
 
-    /// What an object became by each change that is still known, oldest first; `None` where it was deleted.
+    /// The recorded versions of an object, oldest first; `None` for a deletion.
     pub(super) fn history<'a>(&'a self, key: &'a Key) -> impl Iterator<Item = Option<&'a Value>> {
         let changes = self.changes.iter().filter(move |change| change.key == *key);
         changes.map(|change| (!change.deleted).then_some(&*change.after))

@@ -1,4 +1,4 @@
-//! What `kubectl get` prints: objects as rows of a `meta/v1` Table.
+//! Output of `kubectl get`: objects as rows of a `meta/v1` Table.
 
 use std::borrow::Cow;
 
@@ -50,7 +50,7 @@ fn cell(column: &Column, object: &Value, now: Timestamp) -> Value {
                 ("date", Some(Value::String(time))) => Value::String(age(&time, now)),
                 (_, Some(value @ (Value::Array(_) | Value::Object(_)))) => Value::String(value.to_string()),
                 (_, Some(value)) => value,
-                // The real server leaves the cell of an absent text empty.
+                // As in the real server, the cell of an absent string is empty.
                 ("string" | "date", None) => Value::String(String::new()),
                 (_, None) => Value::Null,
             }
@@ -103,7 +103,7 @@ impl Step {
     }
 }
 
-/// Splits a path into steps; what cannot be read becomes a field that no object has.
+/// Splits a path into steps; invalid parts become a field that no object has.
 fn steps(path: &str) -> Vec<Step> {
     let mut steps = Vec::new();
     let mut rest = path.trim().trim_start_matches('{').trim_end_matches('}').trim_start_matches('$');
@@ -116,7 +116,7 @@ fn steps(path: &str) -> Vec<Step> {
         } else {
             let name = rest.trim_start_matches('.');
             let end = name.find(['.', '[']).unwrap_or(name.len());
-            // Label keys hold dots; kubectl writes them as `\.`.
+            // Label keys contain dots; kubectl escapes them as `\.`.
             let mut end = end;
             while name.get(..end).is_some_and(|text| text.ends_with('\\')) {
                 let from = end + 1;
@@ -179,7 +179,7 @@ fn path(name: &str, path: &str) -> Column {
     Column { name: name.to_owned(), kind: "string".to_owned(), priority: 0, cell: Cell::Path(path.to_owned()) }
 }
 
-/// The column that every kind begins with.
+/// The first column of every kind.
 pub(super) fn name_column() -> Option<Column> {
     Some(path("Name", ".metadata.name"))
 }
@@ -313,7 +313,7 @@ pub(super) fn definitions() -> Vec<Column> {
     name_column().into_iter().chain([path("Created At", ".metadata.creationTimestamp")]).collect()
 }
 
-/// The columns of Events; both versions of them are printed alike.
+/// The columns of Events in both versions.
 pub(super) fn events() -> Vec<Column> {
     let seen: Compute = |event, now| {
         let first = ["/lastTimestamp", "/deprecatedLastTimestamp", "/series/lastObservedTime", "/eventTime"]

@@ -1,18 +1,18 @@
-//! Reading and writing places of a JSON object by path.
+//! Access to parts of a JSON object by path.
 
 use serde_json::{Map, Value};
 
-/// The text at a JSON pointer; empty when there is none.
+/// The string at a JSON pointer; empty if there is none.
 pub(super) fn text<'a>(value: &'a Value, pointer: &str) -> &'a str {
     value.pointer(pointer).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// The list at a JSON pointer; empty when there is none.
+/// The list at a JSON pointer; empty if there is none.
 pub(super) fn list<'a>(value: &'a Value, pointer: &str) -> &'a [Value] {
     value.pointer(pointer).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
 }
 
-/// The map at a top-level field, made when it is missing or not a map.
+/// The map at a top-level field, created if it is missing or not a map.
 pub(super) fn map_mut<'a>(value: &'a mut Value, field: &str) -> &'a mut Map<String, Value> {
     let slot = as_map(value).entry(field).or_insert_with(|| Value::Object(Map::new()));
     as_map(slot)
@@ -34,7 +34,7 @@ pub(super) fn metadata_mut(object: &mut Value) -> &mut Map<String, Value> {
     map_mut(object, "metadata")
 }
 
-/// Sets a top-level field to what another object has there, or removes it when that one has none.
+/// Copies a top-level field from another object, or removes it if that has none.
 pub(super) fn copy_field(target: &mut Value, source: &Value, field: &str) {
     match source.get(field) {
         Some(value) => {
@@ -46,7 +46,7 @@ pub(super) fn copy_field(target: &mut Value, source: &Value, field: &str) {
     }
 }
 
-/// Sets a field of `metadata` to what another object has there, or removes it when that one has none.
+/// Copies a field of `metadata` from another object, or removes it if that has none.
 pub(super) fn copy_metadata(target: &mut Value, source: &Value, field: &str) {
     match source.get("metadata").and_then(|metadata| metadata.get(field)) {
         Some(value) => {

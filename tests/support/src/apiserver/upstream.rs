@@ -1,15 +1,15 @@
-//! A real kube-apiserver behind the links, the faults and the record of calls of this one.
+//! A real kube-apiserver behind the links, faults and record of calls of this server.
 //!
-//! Clients keep their virtual clock, and what they do still happens at once on it: a [`Hold`] stops the clock while a call
-//! is on its way, and after a write until every watch that has to tell of it has done so. So a script means the same on
-//! both servers, and minutes of sleep cost nothing on either. The real server's own time goes on as it does: ages,
-//! the life of events and what it does by itself follow the wall clock.
+//! Clients keep their virtual clock, on which their calls still take no time: a [`Hold`] stops the clock during a call,
+//! and after a write until all watches that cover the object have delivered it. A script therefore behaves the same on
+//! both servers, and sleeping for minutes costs no time on either. The real server keeps real time: ages, the lifetime
+//! of events and its own timers follow the wall clock.
 //!
-//! # What a green run does not prove
+//! # Limits
 //!
-//! * Writes arrive one at a time, so that the record can say which of them changed something.
-//! * No controller runs beside the server: nothing is collected when its owner goes.
-//! * A watch ends by the virtual clock; the real server never sees one that lasted for minutes.
+//! * Writes are serialised, so that the record can tell which of them changed something.
+//! * No controller runs besides the server: there is no garbage collection.
+//! * Watches end by the virtual clock; the real server never has one that lasts for minutes.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -37,28 +37,28 @@ use super::selector::Selector;
 use super::state::Place;
 use super::{BODY_LIMIT, TEST_MANAGER, tree};
 
-/// Real time in which a watch should have told of a write. Longer only when the machine is overloaded, or when the watch
-/// began behind the write after all; the clock goes on then.
-const TELLING: Duration = Duration::from_secs(3);
+/// Real time within which a watch should deliver a write. It takes longer only on an overloaded machine, or if the
+/// watch started after the write; then the clock continues.
+const DELIVERY_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Real time after the start of a watch in which the clock stands: what happened before the start is told then.
-const BEGINNING: Duration = Duration::from_millis(30);
+/// Real time after the start of a watch for which the clock is stopped, so that its initial events are delivered.
+const INITIAL_EVENTS: Duration = Duration::from_millis(30);
 
-/// How long a request for what a watch has missed may last, in seconds.
+/// Duration in seconds of a request for the events that a watch missed.
 const HISTORY_SECONDS: u32 = 1;
 
-/// What a backup is called in its folder.
+/// Name of a backup in its folder.
 const SAVED: &str = "saved";
 
-/// How often, and how far apart, an administrator asks again while the server says that it is busy.
-const REOPENING: u32 = 100;
+/// Maximum number of attempts while the server is not ready, and the delay between them.
+const MAX_ATTEMPTS: u32 = 100;
 const BETWEEN_TRIES: Duration = Duration::from_millis(100);
 const TOO_MANY: u16 = 429;
 
-/// Who calls, for the rules of RBAC.
+/// The caller's account, for RBAC.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Account {
-    /// Somebody who may do everything.
+    /// Cluster administrator.
     #[default]
     Administrator,
     /// The agents' service account.
@@ -67,9 +67,9 @@ pub enum Account {
     Operator,
 }
 
-/// Stops the paused clock of the runtime in which it was made, until it is dropped.
+/// Stops the paused clock of the runtime in which it was created, until it is dropped.
 pub(super) struct Hold {
-    /// The other end waits on a thread of the runtime: tokio lets no time pass while one of those is busy.
+    /// The other end blocks a thread of the runtime: tokio does not advance the clock while one is busy.
     _busy: blocking::Sender<()>,
 }
 
@@ -81,7 +81,7 @@ impl Hold {
     }
 }
 
-/// A call on its way to the real server.
+/// A call to the real server.
 pub(super) struct Ask {
     pub(super) account: Account,
     pub(super) verb: Verb,
@@ -94,7 +94,7 @@ pub(super) struct Ask {
 }
 
 impl Ask {
-    /// What a client of this process has sent.
+    /// A request of a client in this process.
     pub(super) fn forwarded(account: Account, request: &super::Request, parts: &Parts, body: &Bytes) -> Self {
         let mut headers = HeaderMap::new();
         for name in [header::ACCEPT, header::CONTENT_TYPE, header::USER_AGENT] {
@@ -114,7 +114,7 @@ impl Ask {
         }
     }
 
-    /// What an administrator asks.
+    /// A request of the administrator.
     fn own(verb: Verb, resource: &Arc<Resource>, place: &Place, query: &str, body: Option<&Value>) -> Self {
         let mut headers = HeaderMap::new();
         let content = match verb {
@@ -167,22 +167,22 @@ fn path(resource: &Resource, place: &Place) -> String {
     path
 }
 
-/// The version of an object; 0 where it has none.
+/// The resource version of an object; 0 if it has none.
 fn version(object: &Value) -> u64 {
     tree::text(object, "/metadata/resourceVersion").parse().unwrap_or_default()
 }
 
-/// What the real server has answered.
+/// The real server's answer.
 #[derive(Clone, Debug)]
-pub(super) struct Told {
+pub(super) struct Reply {
     pub(super) code: u16,
     pub(super) text: String,
     /// Whether the call changed something.
     pub(super) changed: bool,
 }
 
-impl Told {
-    /// The object, or the refusal.
+impl Reply {
+    /// The object, or the error.
     fn object(self) -> ApiResult<Value> {
         let body: Value = serde_json::from_str(&self.text).unwrap_or_default();
         if (200..300).contains(&self.code) {
@@ -198,36 +198,36 @@ impl Told {
 
 /// The start of a watch.
 pub(super) enum Opened {
-    Refused(Told),
-    /// One event a line.
+    Refused(Reply),
+    /// One event per line.
     Lines(mpsc::UnboundedReceiver<Bytes>),
 }
 
-/// A write that was done.
+/// A completed write.
 struct Written {
     storage: Storage,
     namespace: String,
     name: String,
-    /// As it is now, or was last.
+    /// The object as it is now, or was before its deletion.
     object: Value,
     version: u64,
     deleted: bool,
 }
 
-/// An open watch, as far as somebody has to wait for what it tells.
+/// An open watch whose events a write waits for.
 struct Feed {
     storage: Storage,
-    /// Empty for all.
+    /// Empty for all namespaces.
     namespace: String,
     selector: Selector,
-    /// It tells what came after this.
+    /// Delivers events after this version.
     after: u64,
-    /// By namespace and name: the version of the object that was told last, and whether it was gone then.
-    told: Mutex<BTreeMap<(String, String), (u64, bool)>>,
+    /// By namespace and name: the last delivered version of the object, and whether that was its deletion.
+    delivered: Mutex<BTreeMap<(String, String), (u64, bool)>>,
 }
 
 impl Feed {
-    /// Whether it has to tell of a write.
+    /// Whether it will deliver a write.
     fn covers(&self, written: &Written) -> bool {
         self.storage == written.storage
             && (self.namespace.is_empty() || self.namespace == written.namespace)
@@ -235,9 +235,9 @@ impl Feed {
             && self.selector.matches(&written.object)
     }
 
-    fn has_told(&self, written: &Written) -> bool {
-        let told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        let last = told.get(&(written.namespace.clone(), written.name.clone()));
+    fn has_delivered(&self, written: &Written) -> bool {
+        let delivered = self.delivered.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = delivered.get(&(written.namespace.clone(), written.name.clone()));
         last.is_some_and(|(version, gone)| *version >= written.version && (*gone || !written.deleted))
     }
 
@@ -245,41 +245,41 @@ impl Feed {
         let event: Value = serde_json::from_slice(line).unwrap_or_default();
         let text = |pointer: &str| tree::text(&event, pointer).to_owned();
         if let Ok(version) = text("/object/metadata/resourceVersion").parse() {
-            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut delivered = self.delivered.lock().unwrap_or_else(PoisonError::into_inner);
             let object = (text("/object/metadata/namespace"), text("/object/metadata/name"));
-            told.insert(object, (version, text("/type") == "DELETED"));
+            delivered.insert(object, (version, text("/type") == "DELETED"));
         }
     }
 }
 
-/// The database of a real server, to go back to what it held.
+/// The database of a real server, for backups.
 pub trait Database: Send + Sync {
-    /// Keeps all of it in a folder that is not there yet. The server goes on.
+    /// Writes a backup to a folder that must not exist yet. The server continues.
     ///
     /// # Errors
-    /// When that cannot be done, or the server does not go on.
+    /// The backup failed, or the server does not continue.
     fn back_up(&self, to: &Path) -> anyhow::Result<()>;
 
-    /// Goes back to what such a folder holds. The server starts anew.
+    /// Restores a backup from a folder. The server is restarted.
     ///
     /// # Errors
-    /// When that cannot be done, or the server does not start.
+    /// The restore failed, or the server does not start.
     fn restore(&self, from: &Path) -> anyhow::Result<()>;
 }
 
 /// The connection to a real server.
 pub struct Upstream {
-    /// Its clock is the real one.
+    /// With the real clock.
     runtime: Runtime,
     clients: BTreeMap<Account, kube::Client>,
-    /// Held by the write that is under way.
+    /// Held during a write.
     writing: tokio::sync::Mutex<()>,
     feeds: Mutex<Vec<Arc<Feed>>>,
-    /// Counts what watches have told.
+    /// Incremented with every event of a watch.
     news: watch::Sender<u64>,
-    /// The server's version when the present script began.
+    /// The server's resource version at the start of the current script.
     began: AtomicU64,
-    /// Whether an administrator has written a definition of a kind since somebody asked.
+    /// Whether an administrator has written a CRD since the last query.
     redefined: AtomicBool,
     database: Arc<dyn Database>,
 }
@@ -288,7 +288,7 @@ impl Upstream {
     /// Connects with a kubeconfig for each account. `database` is the server's.
     ///
     /// # Errors
-    /// When one of them is not usable.
+    /// A kubeconfig is invalid.
     pub fn new(kubeconfigs: &[(Account, String)], database: Arc<dyn Database>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
         let mut clients = BTreeMap::new();
@@ -296,7 +296,7 @@ impl Upstream {
             let client = runtime.block_on(async {
                 let kubeconfig = kube::config::Kubeconfig::from_yaml(text)?;
                 let mut config = kube::Config::from_custom_kubeconfig(kubeconfig, &Default::default()).await?;
-                // What the server says is for those who asked.
+                // Errors of the server must reach the client.
                 config.default_retry = false;
                 anyhow::Ok(kube::Client::try_from(config)?)
             })?;
@@ -314,8 +314,7 @@ impl Upstream {
         })
     }
 
-    /// Whether a script has written a definition of a kind since this was asked last: whoever installed it has to install
-    /// it anew for the next one.
+    /// Whether a script has written a CRD since the last query, so that it must be reinstalled for the next script.
     pub fn has_been_redefined(&self) -> bool {
         self.redefined.swap(false, Ordering::Relaxed)
     }
@@ -324,16 +323,16 @@ impl Upstream {
         self.feeds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does what a client asks for. The clock goes on when the answer is there and the watches have told of it, also if
-    /// the client is gone by then.
-    pub(super) fn call(self: &Arc<Self>, ask: Ask, hold: Hold) -> oneshot::Receiver<io::Result<Told>> {
+    /// Executes a client's call. The clock continues when the answer has arrived and the watches have delivered the
+    /// write, even if the client has gone away.
+    pub(super) fn call(self: &Arc<Self>, ask: Ask, hold: Hold) -> oneshot::Receiver<io::Result<Reply>> {
         let (answer, answered) = oneshot::channel();
         let this = Arc::clone(self);
         self.runtime.spawn(async move {
             match this.perform(&ask).await {
-                Ok((told, written)) => {
-                    // A client that is gone needs no answer.
-                    let _ = answer.send(Ok(told));
+                Ok((reply, written)) => {
+                    // The client may have gone away.
+                    let _ = answer.send(Ok(reply));
                     this.settle(written.as_ref()).await;
                 }
                 Err(error) => drop(answer.send(Err(error))),
@@ -358,9 +357,9 @@ impl Upstream {
             namespace: ask.place.namespace.clone(),
             selector,
             after,
-            told: Mutex::default(),
+            delivered: Mutex::default(),
         });
-        // Before the real server hears of it: what is written meanwhile has to come through it.
+        // Register it before the watch starts, so that writes in between are waited for.
         self.feeds().push(Arc::clone(&feed));
         self.runtime.spawn(async move {
             this.follow(&ask, &feed, answer, hold).await;
@@ -374,8 +373,8 @@ impl Upstream {
         let response = match self.send(ask).await {
             Ok(response) if response.status().is_success() => response,
             Ok(response) => {
-                let told = told(response).await.map(|(code, text)| Told { code, text, changed: false });
-                return drop(answer.send(told.map(Opened::Refused)));
+                let reply = read_reply(response).await.map(|(code, text)| Reply { code, text, changed: false });
+                return drop(answer.send(reply.map(Opened::Refused)));
             }
             Err(error) => return drop(answer.send(Err(error))),
         };
@@ -383,7 +382,7 @@ impl Upstream {
         if answer.send(Ok(Opened::Lines(receiver))).is_err() {
             return;
         }
-        let mut beginning = std::pin::pin!(sleep(BEGINNING));
+        let mut beginning = std::pin::pin!(sleep(INITIAL_EVENTS));
         let mut hold = Some(hold);
         let mut chunks = response.into_body().into_data_stream();
         let mut rest = Vec::new();
@@ -398,7 +397,7 @@ impl Upstream {
             while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = rest.drain(..=end).collect();
                 feed.tell(&line);
-                // Whether the client is still there is seen above.
+                // Whether the client still listens is checked above.
                 let _ = lines.send(Bytes::from(line));
             }
             self.news.send_modify(|count| *count += 1);
@@ -406,30 +405,33 @@ impl Upstream {
     }
 
     async fn send(&self, ask: &Ask) -> io::Result<http::Response<Body>> {
-        let client = self.clients.get(&ask.account).ok_or_else(|| io::Error::other("nobody has this account"))?;
+        let client = self
+            .clients
+            .get(&ask.account)
+            .ok_or_else(|| io::Error::other("there is no kubeconfig for this account"))?;
         client.send(ask.request()?).await.map_err(io::Error::other)
     }
 
-    async fn perform(&self, ask: &Ask) -> io::Result<(Told, Option<Written>)> {
+    async fn perform(&self, ask: &Ask) -> io::Result<(Reply, Option<Written>)> {
         let dry_run = ask.path_and_query.contains("dryRun=");
         if !ask.verb.is_write() || ask.verb == Verb::DeleteCollection || dry_run {
-            let (code, text) = told(self.send(ask).await?).await?;
-            return Ok((Told { code, text, changed: false }, None));
+            let (code, text) = read_reply(self.send(ask).await?).await?;
+            return Ok((Reply { code, text, changed: false }, None));
         }
         let _one = self.writing.lock().await;
-        // A write that names the version which it changes has changed that one, if it is done: nobody has to look before.
+        // If a write names the version that it replaces, and succeeds, the previous version need not be read.
         let named = version(&serde_json::from_slice(&ask.body).unwrap_or_default());
         let look = named == 0 && !ask.place.name.is_empty();
         let before = if look { self.look(ask).await? } else { None };
-        let (code, text) = told(self.send(ask).await?).await?;
+        let (code, text) = read_reply(self.send(ask).await?).await?;
         if !(200..300).contains(&code) {
-            return Ok((Told { code, text, changed: false }, None));
+            return Ok((Reply { code, text, changed: false }, None));
         }
         let after: Value = serde_json::from_str(&text).unwrap_or_default();
         let known = before.as_ref().map_or(named, version);
         let deleted = ask.verb == Verb::Delete && tree::text(&after, "/kind") == "Status";
         let (object, now) = match before {
-            // The answer to a delete does not say at which version: it is a later one.
+            // The answer to a delete does not have the version, which is a later one.
             Some(before) if deleted => (before, known + 1),
             _ => (after.clone(), version(&after)),
         };
@@ -442,60 +444,60 @@ impl Upstream {
             version: now,
             deleted,
         };
-        Ok((Told { code, text, changed }, changed.then_some(written)))
+        Ok((Reply { code, text, changed }, changed.then_some(written)))
     }
 
-    /// The object that a write is about, as it is before.
+    /// The object before a write.
     async fn look(&self, ask: &Ask) -> io::Result<Option<Value>> {
         let place = Place { subresource: String::new(), ..ask.place.clone() };
         let look = Ask::own(Verb::Get, &ask.resource, &place, "", None);
-        let (code, text) = told(self.send(&look).await?).await?;
+        let (code, text) = read_reply(self.send(&look).await?).await?;
         Ok((code == 200).then(|| serde_json::from_str(&text).unwrap_or_default()))
     }
 
-    /// Waits until the watches have told of a write.
+    /// Waits until the watches have delivered a write.
     async fn settle(&self, written: Option<&Written>) {
         let Some(written) = written else { return };
         let mut news = self.news.subscribe();
-        let all_have_told = async {
-            while self.feeds().iter().any(|feed| feed.covers(written) && !feed.has_told(written)) {
+        let all_have_delivered = async {
+            while self.feeds().iter().any(|feed| feed.covers(written) && !feed.has_delivered(written)) {
                 if news.changed().await.is_err() {
                     return;
                 }
             }
         };
-        if timeout(TELLING, all_have_told).await.is_err() {
-            tracing::warn!(resource = &*written.storage.plural, name = written.name, "a watch tells of a write late");
+        if timeout(DELIVERY_TIMEOUT, all_have_delivered).await.is_err() {
+            tracing::warn!(resource = &*written.storage.plural, name = written.name, "a watch delivered a write late");
         }
     }
 
-    /// Runs something to its end while the caller's thread, and so its runtime, stands still.
+    /// Runs a future to completion while the caller's thread, and so its runtime, is blocked.
     fn block<T: Send + 'static>(&self, task: impl Future<Output = T> + Send + 'static) -> ApiResult<T> {
         let (answer, answered) = blocking::channel();
         self.runtime.spawn(async move { answer.send(task.await) });
         answered.recv().map_err(|error| ApiError::internal(error.to_string()))
     }
 
-    /// What an administrator asks, with all that follows from it.
+    /// Executes a request of the administrator, and waits for its effects.
     fn administer(self: &Arc<Self>, ask: Ask) -> ApiResult<Value> {
         if ask.verb.is_write() && &*ask.resource.plural == "customresourcedefinitions" {
             self.redefined.store(true, Ordering::Relaxed);
         }
         let this = Arc::clone(self);
-        let told = self.block(async move {
+        let reply = self.block(async move {
             let mut tries = 0;
             loop {
-                let (told, written) = this.perform(&ask).await?;
+                let (reply, written) = this.perform(&ask).await?;
                 this.settle(written.as_ref()).await;
-                // A kind whose definition has just been changed is not served for a moment.
-                if told.code != TOO_MANY || tries == REOPENING {
-                    return Ok::<_, io::Error>(told);
+                // A kind whose definition was just changed is not served for a moment.
+                if reply.code != TOO_MANY || tries == MAX_ATTEMPTS {
+                    return Ok::<_, io::Error>(reply);
                 }
                 tries += 1;
                 sleep(BETWEEN_TRIES).await;
             }
         })?;
-        told.map_err(|error| ApiError::internal(error.to_string()))?.object()
+        reply.map_err(|error| ApiError::internal(error.to_string()))?.object()
     }
 
     pub(super) fn create(self: &Arc<Self>, resource: &Arc<Resource>, object: &Value) -> ApiResult<Value> {
@@ -530,7 +532,7 @@ impl Upstream {
         self.with_status(resource, place, patch, patched)
     }
 
-    /// Writes what `from` says of the status, where that has a path of its own.
+    /// Writes the status of `from`, if it is a subresource.
     fn with_status(
         self: &Arc<Self>,
         resource: &Arc<Resource>,
@@ -562,7 +564,7 @@ impl Upstream {
         Ok(items)
     }
 
-    /// The versions of an object since the script began.
+    /// The versions of an object since the script started.
     pub(super) fn history(self: &Arc<Self>, resource: &Arc<Resource>, place: &Place) -> ApiResult<Vec<Option<Value>>> {
         let began = self.began.load(Ordering::Relaxed);
         let query = format!(
@@ -572,10 +574,10 @@ impl Upstream {
         let all = Place { name: String::new(), ..place.clone() };
         let ask = Ask::own(Verb::Watch, resource, &all, &query, None);
         let this = Arc::clone(self);
-        let told = self.block(async move { told(this.send(&ask).await?).await })?;
-        let (code, text) = told.map_err(|error| ApiError::internal(error.to_string()))?;
+        let reply = self.block(async move { read_reply(this.send(&ask).await?).await })?;
+        let (code, text) = reply.map_err(|error| ApiError::internal(error.to_string()))?;
         if code != 200 {
-            return Err(Told { code, text, changed: false }.object().err().unwrap_or_else(ApiError::no_such_path));
+            return Err(Reply { code, text, changed: false }.object().err().unwrap_or_else(ApiError::no_such_path));
         }
         let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
         Ok(events
@@ -587,7 +589,7 @@ impl Upstream {
             .collect())
     }
 
-    /// Keeps all that the server holds. No write is under way meanwhile, and the clock stands.
+    /// Backs up the server. Writes and the clock are stopped meanwhile.
     pub(super) fn back_up(self: &Arc<Self>) -> anyhow::Result<tempfile::TempDir> {
         let folder = tempfile::Builder::new().prefix("cistern-backup-").tempdir()?;
         let to = folder.path().join(SAVED);
@@ -595,7 +597,7 @@ impl Upstream {
         Ok(folder)
     }
 
-    /// Goes back to what was kept. Every watch ends.
+    /// Restores a backup. All watches end.
     pub(super) fn restore(self: &Arc<Self>, backup: &tempfile::TempDir) -> anyhow::Result<()> {
         let from = backup.path().join(SAVED);
         self.with_database(move |database| database.restore(&from))
@@ -614,13 +616,13 @@ impl Upstream {
         outcome.map_err(|error| anyhow::anyhow!("{error}"))??
     }
 
-    /// Begins a script: what earlier ones have left is deleted.
+    /// Starts a script: objects of earlier ones are deleted.
     pub(super) fn begin(self: &Arc<Self>, resources: &[Arc<Resource>]) -> ApiResult<()> {
         for resource in resources {
             for object in self.list(resource)? {
                 let text = |pointer: &str| tree::text(&object, pointer).to_owned();
                 let (namespace, name) = (text("/metadata/namespace"), text("/metadata/name"));
-                // The server keeps some for itself.
+                // Others are the server's own.
                 if ["configmaps", "leases"].contains(&resource.plural.as_str()) && !name.starts_with("cistern") {
                     continue;
                 }
@@ -643,7 +645,7 @@ fn everywhere() -> Place {
     Place { namespace: String::new(), name: String::new(), subresource: String::new() }
 }
 
-async fn told(response: http::Response<Body>) -> io::Result<(u16, String)> {
+async fn read_reply(response: http::Response<Body>) -> io::Result<(u16, String)> {
     let code = response.status().as_u16();
     let body = http_body_util::Limited::new(response.into_body(), 16 * BODY_LIMIT);
     let bytes = body.collect().await.map_err(io::Error::other)?.to_bytes();

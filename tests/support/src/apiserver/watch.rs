@@ -20,25 +20,25 @@ use super::store::{Change, Store};
 use super::tree;
 use super::{Caller, Link, Links, Shared, table};
 
-/// How often a watch that asked for them gets a bookmark.
+/// Interval of bookmarks, for watches that request them.
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
-/// How long a watch lasts when the client does not say.
+/// Default timeout of a watch.
 const LIFETIME: Duration = Duration::from_secs(30 * 60);
 
-/// Where the events of a watch come from.
+/// Source of a watch's events.
 enum Source {
-    /// The store of this server. The receiver knows when it has changed.
+    /// This server's store. The receiver is notified of changes.
     Store(tokio::sync::watch::Receiver<u64>),
-    /// A real server, one line an event.
+    /// A real server, one event per line.
     Upstream(mpsc::UnboundedReceiver<Bytes>),
 }
 
-/// What a [`Source`] has.
+/// State of a [`Source`].
 enum News {
-    /// Changes to collect.
+    /// There are changes.
     Changes,
     Line(Bytes),
-    /// Nothing any more.
+    /// The end.
     End,
 }
 
@@ -51,7 +51,7 @@ impl Source {
     }
 }
 
-/// What a watch covers and where it stands.
+/// Scope and position of a watch.
 pub(super) struct Watch {
     source: Source,
     shared: Arc<Shared>,
@@ -59,7 +59,7 @@ pub(super) struct Watch {
     resource: Arc<Resource>,
     namespace: Option<String>,
     selector: Selector,
-    /// Everything up to here has been sent.
+    /// All events up to this version have been sent.
     revision: u64,
     pending: VecDeque<Bytes>,
     ended: bool,
@@ -69,12 +69,13 @@ pub(super) struct Watch {
     as_table: bool,
     cut_after: Option<usize>,
     delay: Option<Duration>,
-    /// The life of the server in which this watch began.
+    /// The server's restart count when this watch started.
     life: u64,
 }
 
 impl Watch {
-    /// Opens a watch. `store` is locked by the caller, so that nothing falls between the first state and the events.
+    /// Opens a watch. The caller holds the lock of `store`, so that no event is missed between the initial state and
+    /// the watch.
     pub(super) fn open(
         shared: Arc<Shared>,
         store: &Store,
@@ -110,7 +111,7 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Passes on what a real server tells.
+    /// Forwards the events of a real server.
     pub(super) fn relay(
         shared: Arc<Shared>,
         lines: mpsc::UnboundedReceiver<Bytes>,
@@ -119,7 +120,7 @@ impl Watch {
         fault: Option<Fault>,
     ) -> ApiResult<Self> {
         let watch = Self::new(shared, Source::Upstream(lines), 0, caller, request, fault)?;
-        // The real server makes its own.
+        // The real server sends its own.
         Ok(Self { bookmarks: false, ..watch })
     }
 
@@ -164,7 +165,8 @@ impl Watch {
         Ok(watch)
     }
 
-    /// The events as JSON, one a line. The stream ends with the watch's time; it breaks when the connection does.
+    /// The events as JSON, one per line. The stream ends with the watch's timeout, and fails if the connection is
+    /// reset.
     pub(super) fn into_stream(self) -> impl Stream<Item = io::Result<Bytes>> + Send + 'static {
         stream::unfold(self, |mut watch| async move { watch.next().await.map(|item| (item, watch)) })
     }
@@ -223,7 +225,7 @@ impl Watch {
         }
     }
 
-    /// The state of the way to the client; `None` when the server that began this watch is no more.
+    /// The state of the client's link; `None` if the server has been restarted since.
     fn link(&self, links: &Links) -> Option<Link> {
         (links.life == self.life).then(|| links.of(&self.caller))
     }
@@ -259,7 +261,8 @@ impl Watch {
             (None, true) => self.push("ADDED", &change.after),
             (Some(_), true) => self.push("MODIFIED", &change.after),
             (Some(before), false) => {
-                // What has left the selection is shown as it was in it, under the version of the change.
+                // An object that no longer matches the selector is sent in its last matching form, with the version of
+                // the change.
                 let mut last = before.clone();
                 tree::copy_metadata(&mut last, &change.after, "resourceVersion");
                 self.push("DELETED", &last);
@@ -287,7 +290,7 @@ impl Watch {
         self.line("BOOKMARK", &object.to_string());
     }
 
-    /// Tells the client and ends the watch.
+    /// Sends an error event and ends the watch.
     fn fail(&mut self, error: &ApiError) {
         self.line("ERROR", &error.to_status().to_string());
         self.ended = true;

@@ -1,4 +1,4 @@
-//! The small API server as a process, for the demo and for looking around with `kubectl`.
+//! The small API server as a process, for the demo and for `kubectl`.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -9,17 +9,17 @@ use clap::Parser;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Serves a small Kubernetes API without TLS and without rights, until SIGTERM or SIGINT. For tests only.
+/// Serves a small Kubernetes API without TLS and authorization, until SIGTERM or SIGINT. For tests only.
 #[derive(Parser)]
 #[command(name = "cistern-apiserver")]
 struct Arguments {
-    /// Address to listen on; port 0 takes a free one.
+    /// Address to listen on; port 0 selects a free one
     #[arg(long, default_value = "127.0.0.1:0")]
     listen: SocketAddr,
-    /// Where to write a kubeconfig, once the server listens.
+    /// Path at which to write a kubeconfig once the server listens
     #[arg(long)]
     kubeconfig: Option<PathBuf>,
-    /// YAML file with objects to begin with; may be given several times.
+    /// YAML file with initial objects; may be given several times
     #[arg(long)]
     objects: Vec<PathBuf>,
 }
@@ -35,9 +35,9 @@ async fn main() -> Result<()> {
         }
     }
     let listener = TcpListener::bind(listen).await.with_context(|| format!("listening on {listen}"))?;
-    let address = listener.local_addr().context("asking for the address listened on")?;
+    let address = listener.local_addr().context("reading the listening address")?;
     if let Some(path) = kubeconfig_path {
-        // Renamed into place: who waits for the file never reads half of it.
+        // Renamed into place, so that a process waiting for the file reads all of it.
         let partial = path.with_extension("partial");
         std::fs::write(&partial, kubeconfig(address))
             .and_then(|()| std::fs::rename(&partial, &path))

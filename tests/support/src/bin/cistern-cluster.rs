@@ -10,7 +10,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command as Program, ExitCode};
 
-/// A real Kubernetes cluster of real parts on this machine, without containers around it (as root).
+/// A real Kubernetes cluster on this machine, with its components in namespaces instead of containers (as root).
 #[derive(Parser)]
 #[command(name = "cargo xtask cluster", disable_version_flag = true)]
 struct Arguments {
@@ -20,27 +20,27 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Brings up what is missing of a cluster
+    /// Creates a cluster, or the missing parts of one
     Up(Up),
-    /// Takes everything down: processes, namespaces, mounts, control groups, files
+    /// Deletes everything: processes, namespaces, mounts, control groups, files
     Down,
-    /// What is on, what runs, which nodes are Ready
+    /// Shows machines, daemons and nodes
     Status,
-    /// `kubectl` with every right
+    /// `kubectl` as cluster administrator
     #[command(disable_help_flag = true)]
     Kubectl(Rest),
-    /// `helm` with every right
+    /// `helm` as cluster administrator
     #[command(disable_help_flag = true)]
     Helm(Rest),
-    /// A shell, or a command, on a machine: node-1 and so on, control, outside, router
+    /// Runs a shell, or a command, on a machine: node-1 and so on, control, outside, router
     Shell {
         machine: String,
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
-    /// Puts an image on every node: a file in the OCI or Docker format, or a name in buildah's store
+    /// Loads an image on every node: a file in the OCI or Docker format, or a name in buildah's store
     Load { image: String },
-    /// What daemons wrote: of all machines, one, or one daemon
+    /// Prints the logs of all machines, of one, or of one daemon
     Logs {
         machine: Option<String>,
         daemon: Option<Daemon>,
@@ -48,19 +48,19 @@ enum Command {
         #[arg(long, default_value_t = 20)]
         lines: usize,
     },
-    /// Kills a daemon as a crash does; what it started goes on
+    /// Kills a daemon as a crash does; its child processes continue
     Kill { machine: String, daemon: Daemon },
-    /// Starts a daemon that has ended
+    /// Starts a stopped daemon
     Start { machine: String, daemon: Daemon },
     /// Kills everything on a machine and starts it again; its disk is kept
     Reboot { machine: String },
-    /// Tells the demo's story by kubectl, in a cluster with Cistern
+    /// Runs the demo with kubectl, in a cluster with Cistern
     Demo,
-    /// Runs Kubernetes' own network specs in a cluster with Cistern, which is brought up
+    /// Runs Kubernetes' network e2e specs in a cluster with Cistern, which is created if necessary
     Conformance(Conformance),
-    /// Finds or builds every program, and prints where each is
+    /// Finds or builds all programs, and prints their paths
     Binaries {
-        /// Release of Kubernetes
+        /// Kubernetes version
         #[arg(long, value_parser = minor_release, default_value_t = Spec::default().kubernetes)]
         kubernetes: String,
     },
@@ -68,22 +68,22 @@ enum Command {
 
 #[derive(Args)]
 struct Up {
-    /// How many nodes
+    /// Number of nodes
     #[arg(long, default_value_t = Spec::default().nodes)]
     nodes: u8,
-    /// Release of Kubernetes: one of tests/kubernetes/kubernetes-*
+    /// Kubernetes version: one of tests/kubernetes/kubernetes-*
     #[arg(long, value_parser = minor_release, default_value_t = Spec::default().kubernetes)]
     kubernetes: String,
-    /// Who gives pods their network
+    /// CNI plugin of the cluster
     #[arg(long, value_enum, default_value_t = Spec::default().cni)]
     cni: Cni,
-    /// Who gives nodes their blocks of pod addresses
+    /// Component that assigns pod CIDRs to nodes
     #[arg(long, value_enum, default_value_t = Spec::default().ipam)]
     ipam: Ipam,
     /// Cistern's image: a file in the OCI format
     #[arg(long, value_name = "FILE")]
     image: Option<PathBuf>,
-    /// Value for Cistern's chart, besides those that the cluster needs
+    /// Value for Cistern's chart, in addition to those of the cluster
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
 }
@@ -93,13 +93,13 @@ struct Conformance {
     /// Only specs that match this
     #[arg(long, value_name = "REGEX")]
     focus: Option<Regex>,
-    /// Release of Kubernetes: one of tests/kubernetes/kubernetes-*
+    /// Kubernetes version: one of tests/kubernetes/kubernetes-*
     #[arg(long, value_parser = minor_release, default_value_t = Spec::default().kubernetes)]
     kubernetes: String,
     /// Cistern's image: a file in the OCI format
     #[arg(long, value_name = "FILE")]
     image: PathBuf,
-    /// Folder of log and report
+    /// Folder for log and report
     #[arg(long, value_name = "FOLDER")]
     output: PathBuf,
 }
@@ -120,7 +120,9 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Up(options) => return status(&up(options)?),
-        Command::Down => println!("{}", if cluster::down()? { "the cluster is gone" } else { "there was no cluster" }),
+        Command::Down => {
+            println!("{}", if cluster::down()? { "the cluster is deleted" } else { "there was no cluster" })
+        }
         Command::Status => return status(&Cluster::open()?),
         Command::Kubectl(Rest { arguments }) => become_program(Cluster::open()?.client("kubectl")?.args(arguments))?,
         Command::Helm(Rest { arguments }) => become_program(Cluster::open()?.client("helm")?.args(arguments))?,
@@ -138,7 +140,7 @@ fn run(command: Command) -> Result<ExitCode> {
             cluster.machine(&machine)?.power_off()?;
             cluster.power_on(&machine)?;
         }
-        Command::Demo => return Ok(exit_code(cluster::tell(&Cluster::open()?)?)),
+        Command::Demo => return Ok(exit_code(cluster::demo(&Cluster::open()?)?)),
         Command::Conformance(options) => return conformance(options).map(exit_code),
         Command::Binaries { kubernetes } => {
             for path in Binaries::new(&kubernetes)?.find_all()? {
@@ -166,7 +168,7 @@ fn up(Up { nodes, kubernetes, cni, ipam, image, set }: Up) -> Result<Cluster> {
     Ok(cluster)
 }
 
-/// Whether all specs passed. What is wrong with the choice of specs is seen before anything is brought up.
+/// Returns whether all specs passed. The selection of specs is validated before the cluster is created.
 fn conformance(Conformance { focus, kubernetes, image, output }: Conformance) -> Result<bool> {
     let suite = Suite::new(&kubernetes, focus.as_ref(), &output)?;
     let Spec { cni, ipam, .. } = Spec::default();
@@ -174,12 +176,12 @@ fn conformance(Conformance { focus, kubernetes, image, output }: Conformance) ->
     suite.run(&cluster)
 }
 
-/// Runs a program in place of this one; returns only when that fails.
+/// Replaces this process by a program; returns on failure only.
 fn become_program(program: &mut Program) -> Result<()> {
     Err(program.exec()).with_context(|| format!("start {}", program.get_program().display()))
 }
 
-/// Prints every machine; succeeds when all of it is as it should be.
+/// Prints the state of every machine; succeeds if everything is running.
 fn status(cluster: &Cluster) -> Result<ExitCode> {
     let spec = cluster.spec();
     println!(
@@ -223,13 +225,13 @@ fn logs(cluster: &Cluster, machine: Option<&str>, daemon: Option<Daemon>, lines:
             .collect::<Vec<_>>()
     };
     if machines.iter().all(|machine| of(machine).is_empty()) {
-        bail!("no such daemon there");
+        bail!("there is no such daemon on this machine");
     }
     for machine in &machines {
         for daemon in of(machine) {
             let path = machine.log(daemon);
             println!("==> {} on {}: {} <==", daemon.name(), machine.name(), path.display());
-            // Not there before its first start, and need not be text.
+            // Absent before the daemon's first start; need not be UTF-8.
             let bytes = std::fs::read(&path).unwrap_or_default();
             let text = String::from_utf8_lossy(&bytes);
             let all: Vec<&str> = text.lines().collect();

@@ -1,17 +1,17 @@
-//! The demo; `cargo xtask demo` sets up, builds and runs it.
+//! The demo; `cargo xtask demo` installs what is missing, builds and runs it.
 
 use cistern_tests::demo;
 use clap::Parser;
 use std::process::ExitCode;
 
-/// Two nodes, four pods and a host outside on this machine's kernel; prints what was seen.
+/// Runs two nodes, four pods and an external host on this machine's kernel, and prints what it observes.
 #[derive(Parser)]
 #[command(name = "cistern-demo")]
 struct Arguments {
-    /// Leave everything running, and say how to look around
+    /// Leave everything running, and print how to inspect it
     #[arg(long)]
     keep: bool,
-    /// End what an earlier run left, and do nothing else
+    /// Only stop what an earlier run left behind
     #[arg(long, conflicts_with = "keep")]
     clean: bool,
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 #[derive(Parser)]
-#[command(about = "Servers and clients that say what they saw")]
+#[command(about = "Servers and clients that report what they observe")]
 struct Args {
     #[command(subcommand)]
     command: Command,
@@ -17,13 +17,13 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Serves TCP and UDP echo that tells each peer its address
+    /// Serves TCP and UDP echo that reports to each peer its address
     Serve { address: SocketAddr },
-    /// One TCP connection; prints what it showed as JSON
+    /// Opens one TCP connection; prints the result as JSON
     AskTcp { to: SocketAddr },
-    /// One HTTP request; prints status and body as JSON
+    /// Sends one HTTP request; prints status and body as JSON
     AskHttp { to: SocketAddr, path: String },
-    /// One UDP datagram; prints what it showed as JSON
+    /// Sends one UDP datagram; prints the result as JSON
     AskUdp {
         to: SocketAddr,
         #[arg(long, default_value_t = 0)]
@@ -62,7 +62,7 @@ fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Set when whoever started this process closes its standard input, or dies.
+/// Set when the parent closes this process's standard input, or dies.
 fn until_input_ends() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);

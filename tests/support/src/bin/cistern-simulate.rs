@@ -1,4 +1,4 @@
-//! Runs seeds of the simulation, on all processors, and prints those that fail, and what it counted, as `cargo test` does.
+//! Runs seeds of the simulation on all processors; prints failed seeds and counts as `cargo test` does.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,13 +10,13 @@ use clap::Parser;
 #[derive(Parser)]
 #[command(about = "Runs seeds of the simulation of operators and agents")]
 struct Arguments {
-    /// How many seeds to run
+    /// Number of seeds
     #[arg(long, default_value_t = 10_000)]
     seeds: u64,
-    /// The first seed
+    /// First seed
     #[arg(long, default_value_t = 0)]
     from: u64,
-    /// Print everything that happened
+    /// Print all events
     #[arg(long)]
     log: bool,
     /// Stop after this many failures
@@ -24,7 +24,7 @@ struct Arguments {
     failures: u64,
 }
 
-/// Of how many seeds one is run twice, and must run equally.
+/// One of this many seeds is run twice, to check that runs are reproducible.
 const REPLAYED: u64 = 50;
 
 fn main() -> ExitCode {

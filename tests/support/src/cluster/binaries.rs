@@ -1,5 +1,5 @@
-//! Where the programs of Kubernetes come from: the folder that `KUBEBUILDER_ASSETS` names, `PATH`, or built once from
-//! the Go modules under `tests/kubernetes/` into a cache outside the tree.
+//! Programs of Kubernetes: from the folder in `KUBEBUILDER_ASSETS`, from `PATH`, or built once from the Go modules
+//! under `tests/kubernetes/` into a cache outside the tree.
 
 use super::say;
 use anyhow::{Context, Result, bail, ensure};
@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// A program, and the module that has it.
+/// A program, and the module that contains it.
 struct Program {
     name: &'static str,
     /// Folder under `tests/kubernetes/`; Kubernetes' own is followed by the release.
     module: &'static str,
     package: &'static str,
-    /// How it says its version. Without one it is not looked for elsewhere: it goes into an image, and must be static.
+    /// Arguments that print its version. Without them it is always built: it goes into an image, and must be static.
     version: Option<&'static [&'static str]>,
 }
 
@@ -30,7 +30,7 @@ const fn program(
     Program { name, module, package, version }
 }
 
-/// Those that are needed first come first: they are built in this order.
+/// In the order in which they are built: those needed first come first.
 const PROGRAMS: [Program; 13] = [
     program("etcd", "etcd", "go.etcd.io/etcd/server/v3", Some(&["--version"])),
     program("kube-apiserver", KUBERNETES, "k8s.io/kubernetes/cmd/kube-apiserver", Some(&["--version"])),
@@ -57,14 +57,14 @@ const PROGRAMS: [Program; 13] = [
     program("coredns", "coredns", "github.com/coredns/coredns", None),
 ];
 
-/// What only the conformance run needs: Kubernetes' test suite, what runs it in parallel, and a server of one of its specs.
+/// Needed by the conformance run only: Kubernetes' test suite, its parallel runner, and a server of one spec.
 const SUITE: [Program; 3] = [
     program("ginkgo", KUBERNETES, "github.com/onsi/ginkgo/v2/ginkgo", None),
     program("e2e.test", KUBERNETES, "k8s.io/kubernetes/test/e2e", Some(&["--version"])),
     program("regression-issue-74839", KUBERNETES, "k8s.io/kubernetes/test/images/regression-issue-74839", None),
 ];
 
-/// Build tags: what containerd could do with libraries that need not be there.
+/// Build tags that disable containerd's optional C libraries.
 const TAGS: &str = "no_btrfs,no_devmapper,no_zfs";
 
 /// A version's first three numbers.
@@ -72,7 +72,7 @@ const TAGS: &str = "no_btrfs,no_devmapper,no_zfs";
 struct Version(u32, u32, u32);
 
 impl Version {
-    /// The first one in a text.
+    /// The first version in a text.
     fn find(text: &str) -> Option<Self> {
         let three = Regex::new(r"\bv?(\d+)\.(\d+)\.(\d+)").ok()?;
         let (_, numbers) = three.captures(text)?.extract::<3>();
@@ -80,8 +80,8 @@ impl Version {
         Some(Self(major, minor, patch))
     }
 
-    /// Whether a program of this version stands in for the pinned one. Kubernetes' own have to be of the same release;
-    /// of the others, newer ones of the same major version do.
+    /// Whether a program of this version can replace the pinned one. Kubernetes' own must have the same minor version;
+    /// others the same major version and not be older.
     fn replaces(self, pinned: Self, module: &str) -> bool {
         if module == KUBERNETES {
             (self.0, self.1) == (pinned.0, pinned.1)
@@ -100,10 +100,10 @@ pub struct Binaries {
 }
 
 impl Binaries {
-    /// For a release such as `1.36`.
+    /// The programs for a version such as `1.36`.
     ///
     /// # Errors
-    /// When its module is not in the tree, or there is no place for the cache.
+    /// Its module is not in the tree, or there is no cache directory.
     pub fn new(release: &str) -> Result<Self> {
         let modules = Path::new(env!("CARGO_MANIFEST_DIR")).join("kubernetes");
         let found = Self { release: release.to_owned(), modules, cache: cache()?.join("kubernetes") };
@@ -123,16 +123,16 @@ impl Binaries {
         Ok(releases)
     }
 
-    /// Where a program is. It is built if it is nowhere.
+    /// The path of a program, which is built if necessary.
     ///
     /// # Errors
-    /// When the name is not known, or the build fails.
+    /// The name is unknown, or the build fails.
     pub fn find(&self, name: &str) -> Result<PathBuf> {
         let program = PROGRAMS
             .iter()
             .chain(&SUITE)
             .find(|one| one.name == name)
-            .with_context(|| format!("{name} is no program of the cluster"))?;
+            .with_context(|| format!("{name} is not a program of the cluster"))?;
         let pinned = self.pinned(program.module)?;
         if let Some(arguments) = program.version
             && let Some(path) = elsewhere(name, |path| {
@@ -152,10 +152,10 @@ impl Binaries {
         PROGRAMS.iter().map(|program| self.find(program.name)).collect()
     }
 
-    /// Finds or builds every program, and returns a `PATH` of their folders and the usual ones.
+    /// Finds or builds all programs, and returns a `PATH` of their folders and the usual ones.
     ///
     /// # Errors
-    /// As [`Binaries::find`], and when one lies where no machine of the cluster sees it.
+    /// As [`Binaries::find`], or a path is not visible on the cluster's machines.
     pub fn path(&self) -> Result<String> {
         let mut folders: Vec<PathBuf> = Vec::new();
         for path in self.find_all()? {
@@ -172,7 +172,7 @@ impl Binaries {
         std::env::join_paths(folders)?.into_string().ok().context("a folder's name is not UTF-8")
     }
 
-    /// The folder in the cache for what belongs to the pinned version of a module: its programs, and images of them.
+    /// The cache folder for the pinned version of a module: its programs, and images with them.
     pub(super) fn folder(&self, module: &str) -> Result<PathBuf> {
         let Version(major, minor, patch) = self.pinned(module)?;
         Ok(self.cache.join(format!("{module}@v{major}.{minor}.{patch}")))
@@ -233,17 +233,17 @@ impl Binaries {
     }
 }
 
-/// Where built programs and images are kept: `cistern/` in the user's cache.
+/// The directory of built programs and images: `cistern/` in the user's cache.
 ///
 /// # Errors
-/// When the environment names neither a cache nor a home.
+/// The environment has neither a cache directory nor a home directory.
 pub(super) fn cache() -> Result<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let cache = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")));
     Ok(cache.context("neither XDG_CACHE_HOME nor HOME is set: expected a place for built programs")?.join("cistern"))
 }
 
-/// A program that the user has, if it is a good one.
+/// A program in the user's environment, if its version is suitable.
 fn elsewhere(name: &str, good: impl Fn(&Path) -> bool) -> Option<PathBuf> {
     let assets = std::env::var_os("KUBEBUILDER_ASSETS").map(PathBuf::from);
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -273,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_found_in_what_the_programs_say() {
+    fn versions_are_parsed_from_the_programs_output() {
         for (said, version) in [
             ("Kubernetes v1.36.3\n", Version(1, 36, 3)),
             ("Client Version: v1.32.4-dispatcher\nKustomize Version: v5.5.0", Version(1, 32, 4)),
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn kubernetes_has_to_be_of_the_release_and_others_new_enough() {
+    fn kubernetes_must_have_the_same_minor_version_and_others_not_be_older() {
         let pinned = Version(1, 36, 3);
         assert!(Version(1, 36, 0).replaces(pinned, KUBERNETES));
         assert!(!Version(1, 37, 0).replaces(pinned, KUBERNETES));

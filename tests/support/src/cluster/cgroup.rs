@@ -1,8 +1,8 @@
-//! Control groups of the cluster: they tell which processes are its own, whoever started them and however often.
+//! Control groups of the cluster, which identify its processes regardless of their parents.
 //!
-//! On a host with the first version of control groups each of its hierarchies gets `cistern-cluster/MACHINE`, since a
-//! kubelet keeps its pods in all of them; on one with the second version there is one hierarchy. Below the machine's
-//! group each daemon has a group of its own in the *tracking* hierarchy, into which it is put before it starts.
+//! On a host with cgroup v1 each hierarchy gets `cistern-cluster/MACHINE`, since a kubelet keeps its pods in all of
+//! them; with cgroup v2 there is one hierarchy. Below the machine's group each daemon has its own group in the
+//! *tracking* hierarchy, which it joins before it starts.
 
 use super::wait_for;
 use anyhow::{Context, Result};
@@ -13,13 +13,13 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The group of everything, in each hierarchy.
+/// The root group, in each hierarchy.
 pub const ROOT: &str = "cistern-cluster";
 
-/// What a kubelet on the second version expects to be able to limit.
+/// Controllers that a kubelet requires with cgroup v2.
 const CONTROLLERS: [&str; 5] = ["cpu", "cpuset", "io", "memory", "pids"];
 
-/// Where a hierarchy is mounted.
+/// Mount point of a hierarchy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Hierarchy {
     mount: PathBuf,
@@ -44,7 +44,7 @@ fn of_this_host() -> Result<Vec<Hierarchy>> {
     Ok(found)
 }
 
-/// Makes the group of a machine in every hierarchy.
+/// Creates the group of a machine in every hierarchy.
 pub(super) fn make_machine(machine: &str) -> Result<()> {
     for hierarchy in of_this_host()? {
         let mut group = hierarchy.mount.clone();
@@ -54,8 +54,8 @@ pub(super) fn make_machine(machine: &str) -> Result<()> {
                 hand_down(&parent);
             }
             group.push(part);
-            fs::create_dir_all(&group).with_context(|| format!("make the control group {}", group.display()))?;
-            // Without processors and memory nodes a group of the first version takes no process.
+            fs::create_dir_all(&group).with_context(|| format!("create the control group {}", group.display()))?;
+            // In cgroup v1 a group accepts no process before these are set.
             for file in ["cpuset.cpus", "cpuset.mems"] {
                 if !hierarchy.second_version && group.join(file).exists() {
                     let value = fs::read_to_string(parent.join(file))?;
@@ -71,19 +71,19 @@ pub(super) fn make_machine(machine: &str) -> Result<()> {
     Ok(())
 }
 
-/// Lets groups below `group` limit what it can limit itself.
+/// Enables the controllers of `group` for its children.
 fn hand_down(group: &Path) {
     let available = fs::read_to_string(group.join("cgroup.controllers")).unwrap_or_default();
     for controller in CONTROLLERS.iter().filter(|name| available.split_whitespace().any(|one| one == **name)) {
-        // A kubelet that misses one says which, better than could be said here.
+        // A kubelet that lacks one reports it more precisely.
         let _ = fs::write(group.join("cgroup.subtree_control"), format!("+{controller}"));
     }
 }
 
-/// Makes the group of a daemon and returns the file that takes process IDs.
+/// Creates the group of a daemon and returns the file for process IDs.
 pub(super) fn make_daemon(machine: &str, daemon: &str) -> Result<PathBuf> {
     let group = daemon_group(machine, daemon)?;
-    fs::create_dir_all(&group).with_context(|| format!("make the control group {}", group.display()))?;
+    fs::create_dir_all(&group).with_context(|| format!("create the control group {}", group.display()))?;
     Ok(group.join("cgroup.procs"))
 }
 
@@ -102,7 +102,7 @@ fn processes(group: &Path) -> Vec<Pid> {
     text.lines().filter_map(|line| line.parse().ok()).map(Pid::from_raw).collect()
 }
 
-/// `group` and all below it, the deepest first. What is not there has none.
+/// `group` and its descendants, deepest first; empty if it does not exist.
 fn tree(group: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(group).into_iter().flatten().flatten() {
@@ -120,21 +120,21 @@ fn tree(group: &Path) -> Vec<PathBuf> {
 pub(super) fn end(machine: Option<&str>) -> Result<()> {
     let part = machine.map_or_else(|| PathBuf::from(ROOT), |name| Path::new(ROOT).join(name));
     let roots: Vec<PathBuf> = of_this_host()?.iter().map(|hierarchy| hierarchy.mount.join(&part)).collect();
-    wait_for("the cluster's processes to end", || {
+    wait_for("the cluster's processes to terminate", || {
         let all: BTreeSet<Pid> = roots.iter().flat_map(|root| tree(root)).flat_map(|group| processes(&group)).collect();
         for process in &all {
             kill_one(*process)?;
         }
         Ok(all.is_empty())
     })?;
-    wait_for("the kernel to let go of the cluster's control groups", || {
+    wait_for("the kernel to free the cluster's control groups", || {
         let groups: Vec<PathBuf> = roots.iter().flat_map(|root| tree(root)).collect();
-        // One that is still busy is met again in the next round.
+        // A busy one is retried in the next round.
         Ok(groups.iter().filter(|group| fs::remove_dir(group).is_err()).count() == 0)
     })
 }
 
-/// Kills a process, which may have ended already.
+/// Kills a process, which may have terminated already.
 pub(super) fn kill_one(process: Pid) -> Result<()> {
     match kill(process, Signal::SIGKILL) {
         Ok(()) | Err(Errno::ESRCH) => Ok(()),
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_second_version_is_for_tracking_wherever_it_is_mounted() {
+    fn cgroup_v2_is_used_for_tracking_wherever_it_is_mounted() {
         let mounts = "proc /proc proc rw 0 0\n\
                       cgroup /sys/fs/cgroup/pids cgroup rw,pids 0 0\n\
                       cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n\

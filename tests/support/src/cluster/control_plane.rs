@@ -1,5 +1,5 @@
-//! A kube-apiserver and its etcd alone: no node, no namespaces of the kernel, ports of the loopback device. For tests of
-//! what Cistern and the API server make of each other.
+//! A kube-apiserver and its etcd without nodes or namespaces, on ports of the loopback device. For tests of Cistern
+//! against the real API server.
 
 use super::binaries::Binaries;
 use super::install;
@@ -14,41 +14,41 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Where the chart is installed.
+/// Namespace of the chart.
 const NAMESPACE: &str = "kube-system";
 
-/// How long the tokens of the service accounts are good for: longer than any run.
+/// Lifetime of the service accounts' tokens: longer than any run.
 const TOKENS_LAST: &str = "24h";
 
-/// The kinds of the chart that are installed: no workload, nobody would run it.
+/// The kinds of the chart's objects that are installed: no workloads, because there are no nodes.
 const INSTALLED: [&str; 6] =
     ["CustomResourceDefinition", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"];
 
-/// Runs what follows until the end of its input: the kernel closes that when whoever started it ends, however it does.
-/// A signal to all of them at once ends it, too: left to itself, kube-apiserver waits for an etcd that is gone.
+/// Runs a command until the end of its input, which the kernel closes when the parent terminates. A signal to the
+/// process group stops it, too; otherwise kube-apiserver would wait for a terminated etcd.
 const UNTIL_END_OF_INPUT: &str = r#"trap : HUP INT TERM; "$@" & child=$!; read -r _; kill -9 "$child"; wait"#;
 
 const ETCD: &str = "etcd";
 const KUBE_APISERVER: &str = "kube-apiserver";
 
-/// By how much the resource version goes back when a backup is restored, at least. The rest of a cluster writes, too: a
-/// version from after the backup is not soon given again.
+/// Minimum by which the resource version decreases when a backup is restored. The rest of a cluster writes, too: a
+/// version from after the backup is not reused soon.
 const LOST_REVISIONS: u32 = 1_000;
 
-/// A key that kube-apiserver does not look at, and a value for it, in base64 as etcd's gateway wants them.
+/// A key outside kube-apiserver's prefix, and its value, base64-encoded for etcd's JSON gateway.
 const OTHER_WRITE: &str = r#"{"key": "cmVzdA==", "value": "cmVzdA=="}"#;
 
-/// A running control plane. It ends when it is dropped, or with this process.
+/// A running control plane. It is stopped when dropped, or with this process.
 pub struct ControlPlane {
     /// In the order of their start.
     daemons: Mutex<Vec<Daemon>>,
     binaries: Binaries,
     folder: tempfile::TempDir,
-    /// Of etcd, for clients.
+    /// Client URL of etcd.
     etcd: String,
-    /// Of kube-apiserver.
+    /// Port of kube-apiserver.
     port: u16,
-    /// The chart's values that the rights are those of.
+    /// The chart's values for which permissions are installed.
     values: Mutex<Option<Vec<String>>>,
 }
 
@@ -60,10 +60,10 @@ struct Daemon {
 }
 
 impl ControlPlane {
-    /// Starts both for a release such as `1.36`, and waits until they are ready.
+    /// Starts both for a version such as `1.36`, and waits until they are ready.
     ///
     /// # Errors
-    /// When a program cannot be had, or does not become ready.
+    /// A program is not available, or does not become ready.
     pub fn start(release: &str) -> Result<Self> {
         let binaries = Binaries::new(release)?;
         let folder = tempfile::Builder::new().prefix("cistern-control-plane-").tempdir()?;
@@ -122,11 +122,11 @@ impl ControlPlane {
         ready.with_context(|| self.last_words(KUBE_APISERVER))
     }
 
-    /// Installs what the chart gives its service accounts under these values (`KEY=VALUE`, as for `helm --set`), with the
-    /// kinds of its objects. Nothing is done when it is that already.
+    /// Installs the chart's service accounts and their permissions for these values (`KEY=VALUE`, as for `helm --set`),
+    /// and the kinds of its objects. No-op if they are installed already.
     ///
     /// # Errors
-    /// When the chart refuses the values, or the API server the objects.
+    /// The chart rejects the values, or the API server the objects.
     pub fn install(&self, values: &[String]) -> Result<()> {
         let mut installed_values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
         if installed_values.as_deref() == Some(values) {
@@ -152,7 +152,7 @@ impl ControlPlane {
         Ok(())
     }
 
-    /// Lets the next [`Self::install`] do its work whatever was installed: somebody has changed it.
+    /// Makes the next [`Self::install`] reinstall, because the objects were changed.
     pub fn distrust_installation(&self) {
         *self.values.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
@@ -160,7 +160,7 @@ impl ControlPlane {
     /// Connects as an administrator and as each of the chart's service accounts, which must be installed.
     ///
     /// # Errors
-    /// When a token is refused.
+    /// A token is rejected.
     pub fn connect(self: &Arc<Self>) -> Result<Upstream> {
         let administrator = fs::read_to_string(self.path("admin.conf"))?;
         let mut kubeconfigs = vec![(Account::Administrator, administrator)];
@@ -185,16 +185,16 @@ impl ControlPlane {
         config.to_string()
     }
 
-    /// What kube-apiserver says its version is.
+    /// The version of kube-apiserver.
     ///
     /// # Errors
-    /// When it does not answer.
+    /// No answer.
     pub fn version(&self) -> Result<String> {
         let version: serde_json::Value = serde_json::from_str(&self.get("/version")?)?;
         Ok(version.get("gitVersion").and_then(serde_json::Value::as_str).unwrap_or_default().to_owned())
     }
 
-    /// What kube-apiserver answers at a path, to the administrator.
+    /// kube-apiserver's answer at a path, as administrator.
     fn get(&self, path: &str) -> Result<String> {
         question::text(&self.path("admin.conf"), None, path)
     }
@@ -231,7 +231,7 @@ impl ControlPlane {
         command.spawn().with_context(|| format!("start {name}"))
     }
 
-    /// Ends programs, lets something happen, and starts them again.
+    /// Stops programs, runs a task, and starts them again.
     fn without(&self, names: &[&str], task: impl FnOnce() -> Result<()>) -> Result<()> {
         {
             let mut daemons = self.daemons();
@@ -245,7 +245,7 @@ impl ControlPlane {
         self.wait()
     }
 
-    /// Lets the version jump, as it does when the rest of a cluster writes.
+    /// Increases the version, as writes of the rest of a cluster do.
     fn skip_revisions(&self) -> Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
@@ -270,13 +270,13 @@ impl ControlPlane {
 
 impl Database for ControlPlane {
     fn back_up(&self, to: &Path) -> Result<()> {
-        // What it holds is on the disk when it does not run.
+        // etcd's data is complete on disk when it is stopped.
         self.without(&[ETCD], || copy(&self.path(ETCD), to))?;
         self.skip_revisions()
     }
 
     fn restore(&self, from: &Path) -> Result<()> {
-        // kube-apiserver has to forget what it has seen, too: so it is told to whoever restores a cluster.
+        // kube-apiserver must lose its watch cache, too, as the documentation of a restore requires.
         self.without(&[KUBE_APISERVER, ETCD], || {
             fs::remove_dir_all(self.path(ETCD))?;
             copy(from, &self.path(ETCD))
@@ -284,7 +284,7 @@ impl Database for ControlPlane {
     }
 }
 
-/// Copies a folder with all its content; the copy must not be there yet.
+/// Copies a folder recursively; the target must not exist.
 fn copy(from: &Path, to: &Path) -> Result<()> {
     let mut cp = Command::new("cp");
     cp.args(["--recursive", "--sparse=always", "--no-target-directory"]).arg(from).arg(to);
@@ -294,7 +294,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 impl Daemon {
     fn end(&mut self) {
         drop(self.process.stdin.take());
-        // There is nobody to tell.
+        // Errors cannot be reported here.
         let _ = self.process.wait();
     }
 }
@@ -305,7 +305,7 @@ impl Drop for ControlPlane {
     }
 }
 
-/// Three ports that nobody listened on a moment ago.
+/// Three ports that were free a moment ago.
 fn free_ports() -> Result<[u16; 3]> {
     let listeners = [(); 3].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)));
     let mut ports = [0; 3];

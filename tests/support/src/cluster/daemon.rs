@@ -1,17 +1,17 @@
-//! What runs on the machines beside pods: command lines and configuration files. Pure.
+//! The daemons of the machines: command lines and configuration files. Pure.
 
 use super::cgroup;
 use super::spec::{CONTROL, Cni, DNS_SERVICE, Ipam, POD_NETWORK, SERVICE_NETWORK, Spec, node_address, reference_block};
 use std::net::Ipv4Addr;
 
-/// Where each machine has its certificates and keys.
+/// Directory of certificates and keys on each machine.
 pub(super) const PKI: &str = "/etc/kubernetes/pki";
-/// The image of what holds a pod's namespaces.
+/// Image of the sandbox container.
 pub(super) const PAUSE_IMAGE: &str = "localhost/pause:1";
-/// The most pods on a node: what a block of 254 addresses has room for.
+/// Maximum number of pods on a node, which fit in a pod CIDR of 254 addresses.
 const MOST_PODS: u8 = 250;
 
-/// A program that Kubernetes is made of.
+/// A component of Kubernetes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Daemon {
     /// On the control plane.
@@ -57,7 +57,7 @@ impl Daemon {
         match self {
             Self::Etcd => vec![
                 "--data-dir=/var/lib/etcd".into(),
-                // The disk of this cluster need not survive the machine's power.
+                // The disk of this cluster need not survive a power loss.
                 "--unsafe-no-fsync".into(),
             ],
             Self::KubeApiserver => vec![
@@ -73,7 +73,7 @@ impl Daemon {
                 format!("--kubelet-certificate-authority={PKI}/ca.crt"),
                 format!("--kubelet-client-certificate={PKI}/apiserver-kubelet-client.crt"),
                 format!("--kubelet-client-key={PKI}/apiserver-kubelet-client.key"),
-                // Nobody resolves the nodes' names.
+                // The nodes' names cannot be resolved.
                 "--kubelet-preferred-address-types=InternalIP".into(),
                 "--service-account-issuer=https://kubernetes.default.svc.cluster.local".into(),
                 format!("--service-account-key-file={PKI}/tokens.pub"),
@@ -105,7 +105,7 @@ impl Daemon {
     }
 }
 
-/// Shell: makes a node's file tree its own at its very first start. What the host has in these folders is not the node's.
+/// Shell: initialises a node's file tree at its first start, without the host's files.
 pub(super) fn node_setup(spec: &Spec, index: u8) -> String {
     let own = "echo 1 >/proc/sys/net/ipv4/ip_forward\n\
         if [ ! -e /etc/cni/own ]; then\n\
@@ -117,8 +117,8 @@ pub(super) fn node_setup(spec: &Spec, index: u8) -> String {
     format!("{own}{}", reference_routes(spec, Some(index)))
 }
 
-/// Shell: with the reference plugins, the ways to the pods of all nodes but one. The control plane needs them too: nobody
-/// gives pods that call the API server their node's address.
+/// Shell: with the reference plugins, routes to the pods of all nodes but one. The control plane needs them, too,
+/// because pods' requests to the API server are not masqueraded.
 pub(super) fn reference_routes(spec: &Spec, except: Option<u8>) -> String {
     if spec.cni != Cni::Reference {
         return String::new();
@@ -133,7 +133,7 @@ pub(super) fn node_files(spec: &Spec, name: &str, index: u8) -> Vec<(String, Vec
         ("/etc/hostname".to_owned(), format!("{name}\n")),
         ("/etc/hosts".to_owned(), format!("127.0.0.1 localhost\n{} {name}\n", node_address(index))),
         ("/etc/machine-id".to_owned(), format!("{:032x}\n", u128::from(index) + 1)),
-        // No server: a node's resolver would be the host's.
+        // No server: otherwise the host's resolver would be used.
         ("/etc/resolv.conf".to_owned(), String::new()),
         ("/etc/containerd/config.toml".to_owned(), containerd()),
         ("/etc/kubernetes/kubelet.yaml".to_owned(), kubelet(name, node_address(index))),
@@ -195,7 +195,7 @@ fn kubelet(name: &str, address: Ipv4Addr) -> String {
          failSwapOn: false\n\
          enforceNodeAllocatable: []\n\
          oomScoreAdj: 0\n\
-         # What the host's disks and memory have left is no reason to evict pods, nor to remove images.\n\
+         # Do not evict pods or remove images because of the host's disk and memory usage.\n\
          localStorageCapacityIsolation: false\n\
          imageGCHighThresholdPercent: 100\n\
          evictionHard: {{memory.available: 0%, nodefs.available: 0%, nodefs.inodesFree: 0%, imagefs.available: 0%}}\n"
@@ -216,7 +216,7 @@ fn kube_proxy(name: &str) -> String {
     )
 }
 
-/// The network configuration of a node with `ptp` and `host-local`, whose pods get addresses of `block`.
+/// The CNI network configuration with `ptp` and `host-local`, for pod addresses in `block`.
 #[must_use]
 pub fn reference_conflist(block: &str) -> String {
     let conflist = serde_json::json!({
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reference_plugins_come_with_routes_to_the_other_nodes() {
+    fn the_reference_plugins_get_routes_to_the_other_nodes() {
         let spec = Spec { nodes: 3, cni: Cni::Reference, ..Spec::default() };
         let conflist = text(&spec, "/etc/cni/net.d/10-reference.conflist").unwrap();
         assert!(conflist.contains("10.244.2.0/24"), "{conflist}");

@@ -1,4 +1,4 @@
-//! Images that need no registry: a program and what it calls, in an archive in the cache.
+//! Container images built without a registry: a program and its dependencies, in an archive in the cache.
 
 use super::binaries::{Binaries, cache};
 use super::daemon::PAUSE_IMAGE;
@@ -11,20 +11,19 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Kubernetes' test program, with a shell and what busybox has beside it, and curl.
+/// Kubernetes' test program agnhost, with a shell, busybox and curl.
 pub const AGNHOST_IMAGE: &str = "localhost/agnhost:1";
 /// The cluster's DNS server.
 pub(super) const COREDNS_IMAGE: &str = "localhost/coredns:1";
 
-/// Kubernetes' test program with the tools beside it that specs of the conformance run call, under whichever of the
-/// suite's names.
+/// agnhost with the tools that conformance specs call, under any of the suite's names.
 pub(super) const TOOLS_IMAGE: &str = "localhost/conformance:1";
-/// The server of one spec, which sends what connection tracking calls invalid.
+/// The server of one spec, which sends packets that connection tracking considers invalid.
 pub(super) const REGRESSION_IMAGE: &str = "localhost/conformance-regression:1";
-/// How agnhost starts.
+/// Entry point of agnhost.
 const AGNHOST_START: &str = "ENTRYPOINT [\"/agnhost\"]\nCMD [\"pause\"]";
 
-/// The images that every node has.
+/// The images on every node.
 pub(super) fn all(binaries: &Binaries) -> Result<Vec<(&'static str, PathBuf)>> {
     let pause = cached(&cache()?.join("kubernetes/pause"), PAUSE_IMAGE, "ENTRYPOINT [\"/pause\"]", |root| {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("kubernetes/pause.rs");
@@ -51,24 +50,24 @@ pub(super) fn all(binaries: &Binaries) -> Result<Vec<(&'static str, PathBuf)>> {
     Ok(vec![(PAUSE_IMAGE, pause), (AGNHOST_IMAGE, agnhost), (COREDNS_IMAGE, coredns)])
 }
 
-/// The further images of the conformance run.
+/// Additional images of the conformance run.
 pub(super) fn of_conformance(binaries: &Binaries) -> Result<Vec<(&'static str, PathBuf)>> {
     let folder = binaries.folder("kubernetes")?;
     let tools = cached(&folder, TOOLS_IMAGE, AGNHOST_START, |root| {
         fill_agnhost(binaries, root)?;
         with_libraries("nc.openbsd", "nc", root)?;
-        // busybox's shell would run busybox's nc, and busybox's wget crashes where it finds the C library of the others.
+        // busybox's shell would run busybox's nc, and busybox's wget crashes with the other programs' C library.
         for name in ["conntrack", "dig", "getent", "sh", "ss", "wget"] {
             with_libraries(name, name, root)?;
         }
         fs::copy(binaries.find("coredns")?, root.join("coredns"))?;
         fs::create_dir(root.join("uploads"))?;
-        // What a name in /etc/hosts means does not hang on the C library's default.
+        // Makes the use of /etc/hosts independent of the C library's default.
         fs::create_dir_all(root.join("etc"))?;
         fs::write(root.join("etc/nsswitch.conf"), "hosts: files dns\n")?;
-        // Specs try again themselves.
+        // Specs retry themselves.
         fs::write(root.join("etc/wgetrc"), "tries = 1\n")?;
-        // What `agnhost porter` serves HTTPS with.
+        // The certificate with which `agnhost porter` serves HTTPS.
         let keys = tempfile::tempdir()?;
         let serves = ["localhost".to_owned()];
         let subject = Subject { common_name: "localhost", organization: None, serves: &serves };
@@ -85,7 +84,7 @@ pub(super) fn of_conformance(binaries: &Binaries) -> Result<Vec<(&'static str, P
     Ok(vec![(TOOLS_IMAGE, tools), (REGRESSION_IMAGE, regression)])
 }
 
-/// agnhost and a shell with what test pods call in it.
+/// agnhost, and a shell with the tools that test pods call.
 fn fill_agnhost(binaries: &Binaries, root: &Path) -> Result<()> {
     fs::copy(binaries.find("agnhost")?, root.join("agnhost"))?;
     busybox(&root.join("bin"))?;
@@ -94,20 +93,20 @@ fn fill_agnhost(binaries: &Binaries, root: &Path) -> Result<()> {
     Ok(fs::set_permissions(root.join("tmp"), fs::Permissions::from_mode(0o1777))?)
 }
 
-/// A program of this machine, as `/bin/NAME`, and the libraries that it loads.
+/// A program of this machine, as `/bin/NAME`, and its shared libraries.
 fn with_libraries(program: &str, name: &str, root: &Path) -> Result<()> {
     let paths = std::env::var_os("PATH").unwrap_or_default();
     let found = std::env::split_paths(&paths).map(|folder| folder.join(program)).find(|path| path.is_file());
     let program = found.with_context(|| format!("{program} is missing: install it"))?;
     let copy = root.join("bin").join(name);
-    // busybox may go by this name, too: a copy would go into busybox itself.
+    // busybox may have this name, too: copying would overwrite busybox itself.
     if copy.is_symlink() {
         fs::remove_file(&copy)?;
     }
     fs::copy(&program, copy)?;
     for library in libraries(&output(Command::new("ldd").arg(&program), "ldd")?) {
         let copy = root.join(library.trim_start_matches('/'));
-        fs::create_dir_all(copy.parent().context("a library lies in no folder")?)?;
+        fs::create_dir_all(copy.parent().context("the path of a library has no parent")?)?;
         fs::copy(library, copy).with_context(|| format!("copy {library}"))?;
     }
     Ok(())
@@ -131,7 +130,7 @@ fn busybox(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The archive of an image, made by `fill` unless it is in the folder.
+/// The archive of an image, created by `fill` unless it is cached.
 fn cached(folder: &Path, image: &str, start: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     let file = image.replace(['/', ':'], "_");
     let archive = folder.join(format!("{file}.tar"));
@@ -139,8 +138,8 @@ fn cached(folder: &Path, image: &str, start: &str, fill: impl FnOnce(&Path) -> R
         return Ok(archive);
     }
     fs::create_dir_all(folder)?;
-    say(format_args!("making the image {image}: once, into {}", folder.display()));
-    // Whoever makes images has the cluster's lock: what is there was left by somebody who was killed.
+    say(format_args!("building the image {image}: once, into {}", folder.display()));
+    // The caller has the cluster's lock, so an existing directory was left by a killed process.
     let context = folder.join(format!("{file}.unfinished"));
     let _ = fs::remove_dir_all(&context);
     let root = context.join("root");
@@ -155,12 +154,12 @@ fn cached(folder: &Path, image: &str, start: &str, fill: impl FnOnce(&Path) -> R
     Ok(archive)
 }
 
-/// Builds an image from a Containerfile into an OCI archive. buildah's own store is not touched.
+/// Builds an image from a Containerfile into an OCI archive, without using buildah's own store.
 ///
 /// # Errors
-/// When buildah is missing or refuses.
+/// buildah is missing or fails.
 pub fn build(context: &Path, containerfile: &Path, image: &str, archive: &Path) -> Result<()> {
-    let store = tempfile::tempdir_in(archive.parent().context("the archive lies in no folder")?)?;
+    let store = tempfile::tempdir_in(archive.parent().context("the path of the archive has no parent")?)?;
     let buildah = |arguments: &[&str]| {
         let mut command = Command::new("buildah");
         command.arg("--root").arg(store.path().join("root")).arg("--runroot").arg(store.path().join("run"));
@@ -174,7 +173,7 @@ pub fn build(context: &Path, containerfile: &Path, image: &str, archive: &Path) 
     Ok(())
 }
 
-/// The archive that somebody means: a file, or an image in buildah's store, which is written into `folder`.
+/// The archive of an image given as a file, or as a name in buildah's store, which is exported into `folder`.
 pub(super) fn archive(image: &str, folder: &Path) -> Result<PathBuf> {
     let file = PathBuf::from(image);
     if file.is_file() {

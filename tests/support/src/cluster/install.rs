@@ -1,4 +1,4 @@
-//! What a cluster needs beside its programs: keys, and what runs in pods of its own.
+//! What a cluster needs besides its programs: keys, and workloads.
 
 use super::daemon::{self, PKI};
 use super::images::COREDNS_IMAGE;
@@ -11,15 +11,15 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// The group that may do everything.
+/// The group of cluster administrators.
 pub(super) const MASTERS: &str = "system:masters";
 
-/// Where the API server is, for everybody.
+/// URL of the API server.
 fn server() -> String {
     format!("https://{CONTROL}:6443")
 }
 
-/// Makes every key, certificate and the administrator's kubeconfig in a folder, all or none.
+/// Creates all keys, certificates and the administrator's kubeconfig in a folder, atomically.
 pub(super) fn keys(spec: &Spec, directory: &Path) -> Result<()> {
     if directory.exists() {
         return Ok(());
@@ -99,7 +99,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).with_context(|| format!("read {}", path.display()))
 }
 
-/// Waits until the nodes have registered, and asks for CoreDNS.
+/// Waits until the nodes have registered, and deploys CoreDNS.
 pub(super) fn register(cluster: &Cluster) -> Result<()> {
     cluster.wait_for_api()?;
     let dns = Path::new(env!("CARGO_MANIFEST_DIR")).join("kubernetes/coredns.yaml");
@@ -110,7 +110,7 @@ pub(super) fn register(cluster: &Cluster) -> Result<()> {
     wait_for("the nodes to register", || Ok(cluster.node_conditions()?.len() >= wanted))
 }
 
-/// Installs or upgrades Cistern by its chart, and waits until all of it is ready.
+/// Installs or upgrades Cistern by its chart, and waits until it is ready.
 pub(super) fn cistern(cluster: &Cluster, values: &[String]) -> Result<()> {
     let chart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts/cistern");
     let mut helm = cluster.client("helm")?;
@@ -119,7 +119,7 @@ pub(super) fn cistern(cluster: &Cluster, values: &[String]) -> Result<()> {
     let own = [
         format!("ipam.mode={}", cluster.spec().ipam.mode()),
         format!("ipam.operator.clusterPoolIPv4PodCIDRList={{{POD_NETWORK}}}"),
-        // The nodes share a network, and nobody else knows the way to a pod.
+        // The nodes share an L2 network, and the router has no routes to pods.
         "autoDirectNodeRoutes=true".to_owned(),
     ];
     for value in own.iter().chain(values) {
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_made_once_and_reach_their_machines() {
+    fn keys_are_created_once_and_installed_on_their_machines() {
         let directory = tempfile::tempdir().unwrap();
         let pki = directory.path().join("pki");
         let spec = Spec::default();
@@ -184,7 +184,7 @@ mod tests {
         assert!(control.contains(&"/etc/kubernetes/kube-scheduler.conf".to_owned()), "{control:?}");
         let node = names(node_files(&spec, "node-2", 1, &pki).unwrap());
         assert!(node.contains(&"/etc/kubernetes/pki/kubelet.key".to_owned()), "{node:?}");
-        // The keys of service account tokens and of the administrator are none of a node's.
+        // A node must not have the keys of service account tokens and of the administrator.
         assert!(!node.iter().any(|name| name.contains("tokens") || name.contains("admin")), "{node:?}");
     }
 }

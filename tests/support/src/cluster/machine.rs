@@ -1,4 +1,4 @@
-//! Machines of the cluster: nodes, the control plane, the router between the segments, outside hosts.
+//! Machines of the cluster: nodes, the control plane, the router between the segments, external hosts.
 
 use super::cgroup;
 use super::daemon::Daemon;
@@ -14,20 +14,20 @@ use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The control group of the process that holds a machine's namespaces.
+/// The control group of the holder of a machine's namespaces.
 const HOLDER: &str = "holder";
-/// The control group of what is run on it and is no daemon.
+/// The control group of commands that are not daemons.
 const COMMANDS: &str = "commands";
 
-/// There once everything of a machine is set up, until it is switched off.
+/// Exists while a machine is on and set up.
 const READY: &str = "/run/cistern-cluster-ready";
 
-/// The wire that a machine's `eth0` is plugged into.
+/// The segment that a machine's `eth0` is connected to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Segment {
     /// Nodes and control plane.
     Nodes,
-    /// Hosts that are no part of the cluster.
+    /// Hosts outside the cluster.
     Outside,
 }
 
@@ -56,7 +56,7 @@ pub struct Machine {
     disk: PathBuf,
     /// `PATH` of what runs on it.
     path: String,
-    /// Where its `eth0` is; the router has none.
+    /// The segment of its `eth0`; the router has none.
     port: Option<(Segment, Ipv4Addr)>,
 }
 
@@ -79,10 +79,10 @@ impl Machine {
         self.port.map(|(_, address)| address).with_context(|| format!("{} has no eth0", self.name))
     }
 
-    /// Process ID of what holds its namespaces. It is another one after a reboot.
+    /// Process ID of the holder of its namespaces. It changes with a reboot.
     ///
     /// # Errors
-    /// When the machine is off.
+    /// The machine is off.
     pub fn id(&self) -> Result<u32> {
         let holder = cgroup::daemon_processes(&self.name, HOLDER)?;
         let process = holder.first().with_context(|| format!("{} is switched off", self.name))?;
@@ -105,10 +105,10 @@ impl Machine {
         self.enter(&["--net", "--mount", "--uts"], program.as_ref())
     }
 
-    /// A program of the host in this machine's network alone: files are the host's.
+    /// A command of the host in this machine's network, with the host's files.
     ///
     /// # Errors
-    /// When the machine is off.
+    /// The machine is off.
     pub fn command_in_network(&self, program: impl AsRef<Path>) -> Result<Command> {
         self.enter(&["--net"], program.as_ref())
     }
@@ -132,7 +132,7 @@ impl Machine {
     }
 
     fn enter_those_of(&self, process: u32, namespaces: &[&str], program: &Path) -> Result<Command> {
-        // In the machine's group, so that it ends with the machine.
+        // In the machine's group, so that it is killed with the machine.
         let procs = cgroup::make_daemon(&self.name, COMMANDS)?;
         let mut command = in_group(&procs);
         command.args(["nsenter", "--target", &process.to_string()]).args(namespaces).arg("--").arg(program);
@@ -140,10 +140,10 @@ impl Machine {
         Ok(command)
     }
 
-    /// Runs a program that must succeed, and returns what it printed.
+    /// Runs a program that must succeed, and returns its output.
     ///
     /// # Errors
-    /// When the machine is off, or the program cannot be started or fails; with what it said.
+    /// The machine is off, or the program cannot be started or fails; the error contains its output.
     pub fn run(&self, program: &str, arguments: &[&str]) -> Result<String> {
         output(self.command(program)?.args(arguments), &format!("{}: {program} {}", self.name, arguments.join(" ")))
     }
@@ -151,24 +151,24 @@ impl Machine {
     /// As [`Machine::run`], for a program that prints JSON.
     ///
     /// # Errors
-    /// As [`Machine::run`], and when it is no JSON.
+    /// As [`Machine::run`], or the output is not JSON.
     pub fn json(&self, program: &str, arguments: &[&str]) -> Result<Value> {
         let text = self.run(program, arguments)?;
         serde_json::from_str(&text).with_context(|| format!("{}: {program}: no JSON: {text}", self.name))
     }
 
-    /// Where this process finds a file of the machine.
+    /// Path of a file of the machine, for this process.
     ///
     /// # Errors
-    /// When the machine is off.
+    /// The machine is off.
     pub fn file(&self, path: &str) -> Result<PathBuf> {
         Ok(PathBuf::from(format!("/proc/{}/root/{}", self.id()?, path.trim_start_matches('/'))))
     }
 
-    /// Writes a file of the machine, and makes its folder.
+    /// Writes a file on the machine, and creates its folder.
     ///
     /// # Errors
-    /// When the machine is off, or the file cannot be written.
+    /// The machine is off, or the file cannot be written.
     pub fn write(&self, path: &str, content: &[u8]) -> Result<()> {
         let file = self.file(path)?;
         if let Some(folder) = file.parent() {
@@ -177,28 +177,28 @@ impl Machine {
         fs::write(&file, content).with_context(|| format!("{}: write {path}", self.name))
     }
 
-    /// Whether it is on, with everything set up.
+    /// Whether it is on and set up.
     ///
     /// # Errors
-    /// When control groups cannot be read.
+    /// Control groups cannot be read.
     pub fn is_on(&self) -> Result<bool> {
         Ok(!cgroup::daemon_processes(&self.name, HOLDER)?.is_empty() && self.file(READY)?.exists())
     }
 
-    /// Kills everything that runs on it, pods too. Its namespaces, mounts, `/run` and bpffs go; its disk stays.
+    /// Kills all processes on it, including pods. Its namespaces, mounts, `/run` and bpffs are lost; its disk is kept.
     ///
     /// # Errors
-    /// When a process does not end.
+    /// A process does not terminate.
     pub fn power_off(&self) -> Result<()> {
         cgroup::end(Some(&self.name))
     }
 
-    /// Makes namespaces, mounts and `eth0`, then runs `setup` (shell) and writes `files` on it. Does nothing when it is on.
+    /// Creates namespaces, mounts and `eth0`, then runs `setup` (shell) and writes `files` on it. No-op if it is on.
     pub(super) fn power_on(&self, setup: &str, files: &[(String, Vec<u8>)], router: Option<&Self>) -> Result<()> {
         if self.is_on()? {
             return Ok(());
         }
-        // Left by somebody who was killed half-way.
+        // Remains of a start that was killed.
         self.power_off()?;
         cgroup::make_machine(&self.name)?;
         for folder in ["etc", "etc.work", "opt", "opt.work", "lib", "log"] {
@@ -215,7 +215,7 @@ impl Machine {
         self.write(READY, b"")
     }
 
-    /// Starts the process that keeps the namespaces.
+    /// Starts the process that holds the namespaces.
     fn hold(&self) -> Result<()> {
         let (name, disk) = (&self.name, self.disk.display());
         let script = format!(
@@ -257,7 +257,7 @@ impl Machine {
         set_up(&mut child, name)
     }
 
-    /// On the router: gives `machine` its `eth0`.
+    /// On the router: connects the `eth0` of `machine`.
     fn plug_in(&self, machine: &Self, segment: Segment, address: Ipv4Addr) -> Result<()> {
         let (name, bridge, gateway) = (&machine.name, segment.bridge(), segment.gateway());
         let id = machine.id()?;
@@ -298,10 +298,10 @@ impl Machine {
         Ok(!self.processes(daemon)?.is_empty())
     }
 
-    /// Kills a daemon as a crash does, and waits until it is gone. What it started (pods, say) goes on.
+    /// Kills a daemon as a crash does, and waits for its termination. Its child processes (such as pods) continue.
     ///
     /// # Errors
-    /// When it does not end.
+    /// It does not terminate.
     pub fn kill(&self, daemon: Daemon) -> Result<()> {
         wait_for(&format!("{} on {} to end", daemon.name(), self.name), || {
             let found = self.processes(daemon)?;
@@ -331,7 +331,7 @@ impl Machine {
             .stderr(output)
             .spawn()
             .with_context(|| format!("start {} on {}", daemon.name(), self.name))?;
-        // None of the programs before it leaves a process of its own: the child becomes the daemon.
+        // None of the wrapping programs forks: the child becomes the daemon.
         wait_for(&format!("{} on {} to start", daemon.name(), self.name), || {
             if let Some(status) = child.try_wait()? {
                 bail!("{} on {} ended with {status}; see {}", daemon.name(), self.name, log.display());
@@ -340,7 +340,7 @@ impl Machine {
         })
     }
 
-    /// Where the output of a daemon is, for this process.
+    /// Path of a daemon's log, for this process.
     #[must_use]
     pub fn log(&self, daemon: Daemon) -> PathBuf {
         self.disk.join("log").join(format!("{}.log", daemon.name()))
@@ -353,7 +353,7 @@ impl Machine {
         for segment in [Segment::Nodes, Segment::Outside] {
             let (bridge, gateway) = (segment.bridge(), segment.gateway());
             let [a, b, c, d] = gateway.octets();
-            // Of its own: else it changes with the ports, and the neighbours do not learn of it.
+            // A fixed MAC address: otherwise it changes with the ports, and neighbours keep the old one.
             let address = format!("02:00:{a:02x}:{b:02x}:{c:02x}:{d:02x}");
             setup.push_str(&format!(
                 "ip link add {bridge} address {address} type bridge stp_state 0 forward_delay 0\n\
@@ -364,12 +364,12 @@ impl Machine {
         self.power_on(&setup, &[], None)
     }
 
-    /// Puts images from an OCI or Docker archive into the node's containerd.
+    /// Loads images from an OCI or Docker archive into the node's containerd.
     ///
     /// # Errors
-    /// When containerd does not take them.
+    /// containerd rejects them.
     pub fn load(&self, archive: &Path) -> Result<()> {
-        // By standard input: the node sees other files than the caller.
+        // By standard input: the node has other files than the caller.
         let file = fs::File::open(archive).with_context(|| format!("open {}", archive.display()))?;
         let imported =
             self.command("ctr")?.args(["--namespace", "k8s.io", "images", "import", "-"]).stdin(file).output()?;
@@ -378,7 +378,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Gives an image of its containerd a further name.
+    /// Adds another name to an image of its containerd.
     pub(super) fn tag(&self, image: &str, name: &str) -> Result<()> {
         self.run("ctr", &["--namespace", "k8s.io", "images", "tag", "--force", image, name]).map(drop)
     }
@@ -390,7 +390,7 @@ impl Machine {
     }
 }
 
-/// A command, given as arguments, that is in a control group before it starts.
+/// A command, given as arguments, that joins a control group before it starts.
 fn in_group(procs: &Path) -> Command {
     let mut command = Command::new("sh");
     command.args(["-c", "echo $$ >\"$0\" && exec \"$@\""]).arg(procs);

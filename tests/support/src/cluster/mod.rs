@@ -1,7 +1,7 @@
-//! A real Kubernetes cluster on this machine: kube-apiserver, etcd, kubelets, containerd, without containers around them.
+//! A real Kubernetes cluster on this machine: kube-apiserver, etcd, kubelets and containerd in namespaces.
 //!
 //! ```text
-//!   outside hosts 45.33.7.0/24                        nodes and control plane 172.30.0.0/24
+//!   external hosts 45.33.7.0/24                       nodes and control plane 172.30.0.0/24
 //!   ┌─────────────┐                 ┌────────┐        ┌───────────────┐ ┌────────────┐ ┌────────────┐
 //!   │ outside .80 ├── bridge ── .1 ─┤ router ├─ .1 ───┤ control .10   │ │ node-1 .21 │ │ node-2 .22 │ …
 //!   └─────────────┘                 └────────┘ bridge │ etcd          │ │ containerd │ │ containerd │
@@ -10,12 +10,12 @@
 //!                                                     └───────────────┘ └────────────┘ └────────────┘
 //! ```
 //!
-//! Each of the boxes is a [`Machine`]: a network, mount and UTS namespace with its own `/run` and bpffs. What it has in
-//! `/etc`, `/opt`, `/var/lib` and `/var/log` is its disk, which outlives a reboot and lies under [`DIRECTORY`]. The router
-//! knows no pods: what leaves a node under a pod's address gets no answer.
+//! Each box is a [`Machine`]: a network, mount and UTS namespace with its own `/run` and bpffs. Its `/etc`, `/opt`,
+//! `/var/lib` and `/var/log` are its disk, which survives a reboot and is stored under [`DIRECTORY`]. The router has no
+//! routes to pods: packets that leave a node with a pod's address get no answer.
 //!
-//! Nothing is made in the host's namespaces. The processes are those of the control group [`cgroup::ROOT`], so whoever
-//! starts or kills what, [`down`] finds all of them and no other. There is one cluster on a machine.
+//! Nothing is created in the host's namespaces. All processes are in the control group [`cgroup::ROOT`], where [`down`]
+//! finds them regardless of their parents. There can be one cluster on a machine.
 //!
 //! ```no_run
 //! # use cistern_tests::cluster::{Cluster, Daemon, Spec};
@@ -54,7 +54,7 @@ pub use spec::{
     CONTROL, Cni, DNS_SERVICE, Ipam, KUBERNETES_SERVICE, OUTSIDE, POD_NETWORK, SERVICE_NETWORK, Spec, minor_release,
 };
 pub use state::DIRECTORY;
-pub use story::tell;
+pub use story::demo;
 
 use crate::lab::output;
 use anyhow::{Context, Result, bail, ensure};
@@ -70,10 +70,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Everything waits at most this long for anything: longer than it takes on a busy machine.
+/// Timeout of every wait: more than is needed on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A cluster that is up.
+/// A running cluster.
 #[derive(Debug)]
 pub struct Cluster {
     spec: Spec,
@@ -83,13 +83,13 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Brings up what is missing of a cluster, and returns when its nodes have registered. They become Ready by
-    /// themselves with [`Cni::Reference`], and by [`Cluster::install_cistern`] with [`Cni::Cistern`].
+    /// Creates a cluster, or the missing parts of one, and returns when its nodes have registered. They become Ready
+    /// without further steps with [`Cni::Reference`], and after [`Cluster::install_cistern`] with [`Cni::Cistern`].
     ///
     /// # Errors
-    /// When the caller is not root, a cluster of another kind is up, or a part does not come up.
+    /// The caller is not root, a cluster of another kind is running, or a part does not start.
     pub fn up(spec: &Spec) -> Result<Self> {
-        ensure!(nix::unistd::geteuid().is_root(), "a cluster is made of namespaces: run this as root");
+        ensure!(nix::unistd::geteuid().is_root(), "a cluster consists of namespaces: run this as root");
         spec.node_names()?;
         let _lock = Lock::take()?;
         let binaries = Binaries::new(&spec.kubernetes)?;
@@ -110,10 +110,10 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// The cluster that is up.
+    /// The running cluster.
     ///
     /// # Errors
-    /// When there is none.
+    /// There is none.
     pub fn open() -> Result<Self> {
         let state = State::read()?.context("no cluster is up")?;
         let binaries = Binaries::new(&state.spec.kubernetes)?;
@@ -125,7 +125,7 @@ impl Cluster {
         install::keys(&self.spec, &pki_directory())?;
         self.power_on(ROUTER_NAME)?;
         self.power_on(OUTSIDE_NAME)?;
-        // Nodes get their images while the API server starts.
+        // Load images on nodes while the API server starts.
         std::thread::scope(|scope| {
             let control = scope.spawn(|| self.power_on(CONTROL_NAME));
             let nodes = self.spec.node_names()?.into_iter().map(|name| {
@@ -133,7 +133,7 @@ impl Cluster {
                     self.switch_on(&name)?;
                     self.start(&name, Daemon::Containerd)?;
                     self.load_missing(&name, images)?;
-                    // A kubelet that is refused waits longer each time.
+                    // Wait for the API server first: a kubelet that cannot connect backs off.
                     self.wait_for_api()?;
                     self.power_on(&name)
                 })
@@ -146,7 +146,7 @@ impl Cluster {
         install::register(self)
     }
 
-    /// Gives a node the images that it misses.
+    /// Loads the missing images on a node.
     fn load_missing(&self, node: &str, images: &[(&'static str, PathBuf)]) -> Result<()> {
         let node = self.machine(node)?;
         let there = node.images()?;
@@ -156,7 +156,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// What it is.
+    /// Its specification.
     #[must_use]
     pub fn spec(&self) -> &Spec {
         &self.spec
@@ -165,7 +165,7 @@ impl Cluster {
     /// The nodes, in order.
     ///
     /// # Errors
-    /// When the cluster's description is wrong.
+    /// The cluster's specification is invalid.
     pub fn nodes(&self) -> Result<Vec<Machine>> {
         self.spec.node_names()?.iter().map(|name| self.machine(name)).collect()
     }
@@ -173,7 +173,7 @@ impl Cluster {
     /// A machine by name: `node-1` and so on, `control`, `outside`, `router`.
     ///
     /// # Errors
-    /// When there is none of the name.
+    /// There is none of this name.
     pub fn machine(&self, name: &str) -> Result<Machine> {
         let port = match name {
             ROUTER_NAME => return Ok(self.router()),
@@ -187,7 +187,7 @@ impl Cluster {
     /// All machines.
     ///
     /// # Errors
-    /// When the cluster's description is wrong.
+    /// The cluster's specification is invalid.
     pub fn machines(&self) -> Result<Vec<Machine>> {
         let others = [ROUTER_NAME, OUTSIDE_NAME, CONTROL_NAME].map(str::to_owned);
         others.iter().chain(&self.spec.node_names()?).map(|name| self.machine(name)).collect()
@@ -207,33 +207,33 @@ impl Cluster {
         let position = names.iter().position(|name| name == node);
         let position = position.with_context(|| {
             format!(
-                "{node:?} is no machine: expected {ROUTER_NAME}, {CONTROL_NAME}, {OUTSIDE_NAME}, {}",
+                "{node:?} is not a machine: expected {ROUTER_NAME}, {CONTROL_NAME}, {OUTSIDE_NAME}, {}",
                 names.join(", ")
             )
         })?;
         Ok(u8::try_from(position)?)
     }
 
-    /// Adds a host outside of the cluster, or beside the nodes. It goes with the cluster.
+    /// Adds a host outside the cluster, or on the nodes' network. It is deleted with the cluster.
     ///
     /// # Errors
-    /// When the kernel refuses part of it.
+    /// An error from the kernel.
     pub fn add_host(&self, name: &str, segment: Segment, address: Ipv4Addr) -> Result<Machine> {
         let machine = self.machine_at(name, (segment, address));
         machine.power_on("", &[], Some(&self.router()))?;
         Ok(machine)
     }
 
-    /// Switches a machine on and starts its daemons; what is on and runs already is left alone.
+    /// Powers a machine on and starts its daemons; those that run are left alone.
     ///
     /// # Errors
-    /// When a part of it does not come up.
+    /// A part of it does not start.
     pub fn power_on(&self, name: &str) -> Result<()> {
         self.switch_on(name)?;
         daemons(name).iter().try_for_each(|daemon| self.start(name, *daemon))
     }
 
-    /// Makes what a machine is, without daemons.
+    /// Creates the machine, without daemons.
     fn switch_on(&self, name: &str) -> Result<()> {
         let (setup, files) = match name {
             ROUTER_NAME => return self.router().power_on_router(),
@@ -247,11 +247,11 @@ impl Cluster {
         self.machine(name)?.power_on(&setup, &files, Some(&self.router()))
     }
 
-    /// Starts a daemon of a machine, unless it runs; containerd answers when this returns. The rest of the control plane,
-    /// which nobody would restart, is started when the API server is ready.
+    /// Starts a daemon of a machine, unless it runs; containerd is ready when this returns. The rest of the control
+    /// plane is started once the API server is ready, because nothing would restart it.
     ///
     /// # Errors
-    /// When it does not start.
+    /// It does not start.
     pub fn start(&self, machine: &str, daemon: Daemon) -> Result<()> {
         let machine = self.machine(machine)?;
         if matches!(daemon, Daemon::KubeControllerManager | Daemon::KubeScheduler) && !machine.runs(daemon)? {
@@ -266,11 +266,11 @@ impl Cluster {
         Ok(())
     }
 
-    /// Installs Cistern by its chart, or upgrades it to other `values` (`KEY=VALUE`, as for `helm --set`), and waits until
-    /// all of it is ready. The image has to be loaded.
+    /// Installs Cistern by its chart, or upgrades it to other `values` (`KEY=VALUE`, as for `helm --set`), and waits
+    /// until it is ready. The image must be loaded.
     ///
     /// # Errors
-    /// When Helm fails or waits in vain.
+    /// Helm fails or times out.
     pub fn install_cistern(&self, values: &[String]) -> Result<()> {
         install::cistern(self, values)
     }
@@ -278,15 +278,15 @@ impl Cluster {
     /// Waits until every node is Ready and CoreDNS answers.
     ///
     /// # Errors
-    /// When that does not happen.
+    /// A timeout.
     pub fn wait_ready(&self) -> Result<()> {
         install::wait_ready(self)
     }
 
-    /// Waits until the API server says that it is ready.
+    /// Waits until the API server reports that it is ready.
     ///
     /// # Errors
-    /// When it does not become so.
+    /// A timeout.
     pub fn wait_for_api(&self) -> Result<()> {
         wait_for("the API server to be ready", || Ok(self.get("/readyz").is_ok()))
     }
@@ -294,22 +294,22 @@ impl Cluster {
     /// Each registered node and whether it is Ready.
     ///
     /// # Errors
-    /// When the API server does not answer.
+    /// The API server does not answer.
     pub fn node_conditions(&self) -> Result<Vec<(String, bool)>> {
         Ok(install::conditions(&self.list("/api/v1/nodes", &ListParams::default())?))
     }
 
-    /// The blocks of a node, as its CiliumNode has them.
+    /// The pod CIDRs of a node's CiliumNode.
     ///
     /// # Errors
-    /// When the node has none, the API server does not answer, or one is no block.
+    /// The node has none, the API server does not answer, or one is invalid.
     pub fn blocks(&self, node: &str) -> Result<Vec<Ipv4Net>> {
         let node: Value = serde_json::from_str(&self.get(&format!("/apis/cilium.io/v2/ciliumnodes/{node}"))?)?;
         let blocks = node.pointer("/spec/ipam/podCIDRs").and_then(Value::as_array).into_iter().flatten();
         blocks.map(|block| Ok(block.as_str().unwrap_or_default().parse()?)).collect()
     }
 
-    /// Gives the control plane the ways to the pods that it proxies to: it is no node, so no agent does.
+    /// Adds routes to the pods on the control plane, which proxies to them: it is not a node, so no agent does.
     fn route_pods(&self) -> Result<()> {
         let control = self.machine(CONTROL_NAME)?;
         for node in self.nodes()? {
@@ -321,26 +321,26 @@ impl Cluster {
         Ok(())
     }
 
-    /// `kubectl …` with every right.
+    /// `kubectl …` as cluster administrator.
     ///
     /// # Errors
-    /// When it fails, with what it said.
+    /// It fails; the error contains its output.
     pub fn kubectl(&self, arguments: &[&str]) -> Result<String> {
         output(self.client("kubectl")?.args(arguments), &format!("kubectl {}", arguments.join(" ")))
     }
 
-    /// What the API server answers at a path such as `/readyz`, to somebody with every right.
+    /// The API server's answer at a path such as `/readyz`, as cluster administrator.
     ///
     /// # Errors
-    /// When it does not answer, or refuses.
+    /// No answer, or an error.
     pub fn get(&self, path: &str) -> Result<String> {
         question::text(&kubeconfig(), Some(&self.machine(CONTROL_NAME)?.network()?), path)
     }
 
-    /// The objects of a collection, given by its path such as `/api/v1/nodes`, for somebody with every right.
+    /// The objects of a collection, given by its path such as `/api/v1/nodes`, as cluster administrator.
     ///
     /// # Errors
-    /// When the API server does not answer, or refuses.
+    /// No answer, or an error.
     pub fn list(&self, path: &str, params: &ListParams) -> Result<Vec<Value>> {
         question::list(&kubeconfig(), Some(&self.machine(CONTROL_NAME)?.network()?), path, params)
     }
@@ -350,34 +350,34 @@ impl Cluster {
     /// # Errors
     /// As [`Cluster::kubectl`].
     pub fn apply(&self, manifests: &str) -> Result<()> {
-        let file = tempfile::NamedTempFile::new().context("make a file for manifests")?;
+        let file = tempfile::NamedTempFile::new().context("create a file for manifests")?;
         fs::write(file.path(), manifests)?;
         self.kubectl(&["apply", "--filename", &file.path().to_string_lossy()]).map(drop)
     }
 
-    /// A program of the host (`kubectl`, `helm`, a test of Kubernetes) in the network of the control plane, with every
-    /// right.
+    /// A command of the host (`kubectl`, `helm`, a test of Kubernetes) in the network of the control plane, as cluster
+    /// administrator.
     ///
     /// # Errors
-    /// When the control plane is switched off.
+    /// The control plane is off.
     pub fn client(&self, program: impl AsRef<Path>) -> Result<Command> {
         let mut command = self.machine(CONTROL_NAME)?.command_in_network(program)?;
         command.env("KUBECONFIG", kubeconfig());
         Ok(command)
     }
 
-    /// `helm …` with every right.
+    /// `helm …` as cluster administrator.
     ///
     /// # Errors
-    /// When it fails, with what it said.
+    /// It fails; the error contains its output.
     pub fn helm(&self, arguments: &[&str]) -> Result<String> {
         output(self.client("helm")?.args(arguments), &format!("helm {}", arguments.join(" ")))
     }
 
-    /// Puts an image on every node: a file in the OCI or Docker format, or a name in buildah's store.
+    /// Loads an image on every node: a file in the OCI or Docker format, or a name in buildah's store.
     ///
     /// # Errors
-    /// When it is neither, or a containerd refuses.
+    /// It is neither, or containerd rejects it.
     pub fn load(&self, image: &str) -> Result<()> {
         let folder = tempfile::tempdir()?;
         let archive = images::archive(image, folder.path())?;
@@ -385,13 +385,13 @@ impl Cluster {
     }
 }
 
-/// Takes down the cluster, or what is left of one: processes, namespaces, mounts, control groups, files. What kubelets
-/// changed of the machine's own settings is set back. Returns whether there was anything.
+/// Deletes the cluster, or the remains of one: processes, namespaces, mounts, control groups, files. Sysctls of the
+/// host that kubelets changed are restored. Returns whether there was anything.
 ///
 /// # Errors
-/// When a process does not end, or something cannot be removed.
+/// A process does not terminate, or something cannot be removed.
 pub fn down() -> Result<bool> {
-    ensure!(nix::unistd::geteuid().is_root(), "a cluster is made of namespaces: run this as root");
+    ensure!(nix::unistd::geteuid().is_root(), "a cluster consists of namespaces: run this as root");
     let _lock = Lock::take()?;
     cgroup::end(None)?;
     let state = State::read()?;
@@ -405,7 +405,7 @@ pub fn down() -> Result<bool> {
     }
 }
 
-/// What runs on a machine of this name.
+/// The daemons of a machine of this name.
 #[must_use]
 pub fn daemons(machine: &str) -> &'static [Daemon] {
     match machine {
@@ -423,21 +423,21 @@ fn pki_directory() -> PathBuf {
     Path::new(DIRECTORY).join("pki")
 }
 
-/// A kubeconfig with every right, for programs of the host in the network of the control plane.
+/// The cluster administrator's kubeconfig, for programs of the host in the network of the control plane.
 #[must_use]
 pub fn kubeconfig() -> PathBuf {
     pki_directory().join("admin.conf")
 }
 
-/// Says what is going on.
+/// Reports progress.
 fn say(what: std::fmt::Arguments<'_>) {
     eprintln!("cluster: {what}");
 }
 
-/// Polls until it is so; at most half of the time goes into asking.
+/// Polls until the condition holds; at most half of the time is spent evaluating it.
 ///
 /// # Errors
-/// When it is not so for very long, and what `is_so` fails with.
+/// A timeout, or an error of `is_so`.
 pub fn wait_for(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     loop {

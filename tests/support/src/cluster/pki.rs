@@ -9,24 +9,24 @@ use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// A certificate authority and the folder of what it signed: `NAME.crt` and `NAME.key`.
+/// A certificate authority and the folder of the certificates it signed: `NAME.crt` and `NAME.key`.
 pub(super) struct Authority {
     directory: PathBuf,
     issuer: Issuer<'static, KeyPair>,
 }
 
-/// Whom a certificate names.
+/// Subject of a certificate.
 pub(super) struct Subject<'a> {
     /// The user, for Kubernetes.
     pub(super) common_name: &'a str,
     /// The group, for Kubernetes.
     pub(super) organization: Option<&'a str>,
-    /// The names and addresses that it serves under.
+    /// Its DNS names and IP addresses.
     pub(super) serves: &'a [String],
 }
 
 impl Authority {
-    /// Makes one: `ca.crt`, and no key on disk, since nothing is signed later on.
+    /// Creates one: `ca.crt`, without a key on disk, since nothing is signed later.
     pub(super) fn new(directory: &Path) -> Result<Self> {
         fs::create_dir_all(directory)?;
         let mut parameters = parameters(&Subject { common_name: "cistern-cluster", organization: None, serves: &[] })?;
@@ -38,7 +38,7 @@ impl Authority {
         Ok(Self { directory: directory.to_owned(), issuer: Issuer::new(parameters, key) })
     }
 
-    /// Makes a key and a certificate.
+    /// Creates a key and a certificate.
     pub(super) fn sign(&self, name: &str, subject: &Subject<'_>) -> Result<()> {
         let mut parameters = parameters(subject)?;
         parameters.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -53,7 +53,7 @@ impl Authority {
         write_pem(&self.directory.join(format!("{name}.key")), "PRIVATE KEY", &key.serialize_der())
     }
 
-    /// Makes the pair with which tokens of service accounts are signed and judged: `NAME.key` and `NAME.pub`.
+    /// Creates the key pair for service account tokens: `NAME.key` and `NAME.pub`.
     pub(super) fn token_keys(&self, name: &str) -> Result<()> {
         let key = KeyPair::generate()?;
         write_pem(&self.directory.join(format!("{name}.key")), "PRIVATE KEY", &key.serialize_der())?;

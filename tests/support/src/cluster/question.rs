@@ -1,5 +1,5 @@
-//! Questions to an API server from this process. `kubectl` takes up to half a second of a processor before it asks, and
-//! who waits for something asks often: on two processors the waiting would be what keeps the cluster busy.
+//! Requests to an API server from this process. `kubectl` needs up to half a second of CPU time before its request, and
+//! waits poll often: on two processors they would keep the cluster busy.
 
 use anyhow::{Context, Result};
 use cistern::netlink::namespace::Namespace;
@@ -8,11 +8,11 @@ use serde_json::Value;
 use std::path::Path;
 use std::time::Duration;
 
-/// An API server that does not answer by then does not answer.
+/// Timeout of a request.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
 
-/// What is at a path such as `/readyz`, as a kubeconfig's user sees it. `network` is where the server is reached from,
-/// when that is not here.
+/// The text at a path such as `/readyz`, as a kubeconfig's user. `network` is the network namespace of the server, if
+/// it is not ours.
 pub(super) fn text(kubeconfig: &Path, network: Option<&Namespace>, path: &str) -> Result<String> {
     let request = http::Request::get(path).body(Vec::new())?;
     send(kubeconfig, network, request).with_context(|| format!("GET {path}"))
@@ -37,7 +37,7 @@ fn send(kubeconfig: &Path, network: Option<&Namespace>, request: http::Request<V
         runtime.block_on(async {
             let kubeconfig = kube::config::Kubeconfig::read_from(kubeconfig)?;
             let mut config = kube::Config::from_custom_kubeconfig(kubeconfig, &Default::default()).await?;
-            // Who waits asks again.
+            // Waits retry themselves.
             config.default_retry = false;
             let client = kube::Client::try_from(config)?;
             Ok(tokio::time::timeout(ANSWERS_WITHIN, client.request_text(request)).await??)

@@ -1,51 +1,51 @@
-//! What a cluster is to be, and the addresses that follow from it.
+//! The specification of a cluster, and the addresses that follow from it.
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::net::Ipv4Addr;
 
-/// Where pods get their addresses from.
+/// Network of the pods.
 pub const POD_NETWORK: &str = "10.244.0.0/16";
-/// Where Services get theirs from.
+/// Network of the Services.
 pub const SERVICE_NETWORK: &str = "10.96.0.0/16";
 /// The Service of the API server.
 pub const KUBERNETES_SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
 /// The Service of CoreDNS.
 pub const DNS_SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 10);
-/// The nodes' gateway: a machine of its own, which knows no pod.
+/// The nodes' gateway: a separate machine without routes to pods.
 pub(super) const GATEWAY: Ipv4Addr = Ipv4Addr::new(172, 30, 0, 1);
 /// The control plane.
 pub const CONTROL: Ipv4Addr = Ipv4Addr::new(172, 30, 0, 10);
-/// The outside host: an address that is in no list of private or reserved ranges.
+/// The external host: an address in no private or reserved range.
 pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(45, 33, 7, 80);
-/// The gateway on the outside hosts' segment.
+/// The gateway on the external hosts' segment.
 pub(super) const OUTSIDE_GATEWAY: Ipv4Addr = Ipv4Addr::new(45, 33, 7, 1);
 /// Prefix length of both segments.
 pub(super) const PREFIX_LENGTH: u8 = 24;
 
 /// Last octet of the first node.
 const FIRST_NODE: u8 = 21;
-/// Nodes that fit behind it on the segment.
+/// Maximum number of nodes on the segment.
 const MOST_NODES: u8 = 200;
 
-/// Names of the machines that are no node.
+/// Names of the machines that are not nodes.
 pub(super) const ROUTER_NAME: &str = "router";
 pub(super) const CONTROL_NAME: &str = "control";
 pub(super) const OUTSIDE_NAME: &str = "outside";
 
-/// Who gives pods their network.
+/// CNI plugin of the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cni {
     /// Cistern, by its Helm chart
     Cistern,
-    /// The CNI project's ptp and host-local plugins with static routes: shows what is not Cistern's doing
+    /// The CNI project's ptp and host-local plugins with static routes, to tell Cistern's defects from others
     Reference,
-    /// Nobody: the nodes stay NotReady
+    /// None: the nodes remain NotReady
     None,
 }
 
-/// Who gives nodes their blocks of pod addresses.
+/// Component that assigns pod CIDRs to nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Ipam {
@@ -66,16 +66,16 @@ impl Ipam {
     }
 }
 
-/// What a cluster is to be.
+/// Specification of a cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spec {
-    /// How many nodes.
+    /// Number of nodes.
     pub nodes: u8,
-    /// Minor release of Kubernetes: `1.36`.
+    /// Minor version of Kubernetes: `1.36`.
     pub kubernetes: String,
-    /// Who gives pods their network.
+    /// CNI plugin.
     pub cni: Cni,
-    /// Who gives nodes their blocks.
+    /// Component that assigns pod CIDRs.
     pub ipam: Ipam,
 }
 
@@ -85,14 +85,14 @@ impl Default for Spec {
     }
 }
 
-/// Names the release that tests are to run on, where it is not the default one.
+/// Selects the version that tests run on, other than the default.
 const KUBERNETES_VARIABLE: &str = "CISTERN_KUBERNETES";
 
 impl Spec {
-    /// What tests run on: the default, on the release that the environment names.
+    /// The specification for tests: the default, with the version that the environment selects.
     ///
     /// # Errors
-    /// When that is no release.
+    /// Not a version.
     pub fn of_tests() -> Result<Self> {
         match std::env::var(KUBERNETES_VARIABLE) {
             Ok(text) => {
@@ -106,7 +106,7 @@ impl Spec {
     /// The names of the nodes, in order.
     ///
     /// # Errors
-    /// When there are none, or more than fit on the segment.
+    /// There are none, or more than fit on the segment.
     pub fn node_names(&self) -> Result<Vec<String>> {
         ensure!((1..=MOST_NODES).contains(&self.nodes), "{} nodes: expected 1 to {MOST_NODES}", self.nodes);
         Ok((0..self.nodes).map(node_name).collect())
@@ -116,7 +116,7 @@ impl Spec {
 /// `1.36` of `1.36`, `1.36.3` and `v1.36.3`.
 ///
 /// # Errors
-/// When the text is no version.
+/// Not a version.
 pub fn minor_release(version: &str) -> Result<String> {
     let mut parts = version.trim_start_matches('v').split('.');
     let number = |part: Option<&str>| part.and_then(|text| text.parse::<u16>().ok());
@@ -136,7 +136,7 @@ pub(super) fn node_address(index: u8) -> Ipv4Addr {
     Ipv4Addr::new(a, b, c, FIRST_NODE.saturating_add(index))
 }
 
-/// The pods of node number `index` where nobody else gives out blocks.
+/// Pod CIDR of node number `index` with the reference plugins.
 pub(super) fn reference_block(index: u8) -> String {
     format!("10.244.{}.0/24", u16::from(index) + 1)
 }
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_release_is_found_in_every_way_of_writing_a_version() {
+    fn the_minor_version_is_parsed_from_every_form_of_a_version() {
         for version in ["1.36", "v1.36.3", "1.36.0-rc.1", "v1.36.3+build"] {
             assert_eq!(minor_release(version).unwrap(), "1.36", "{version}");
         }
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_have_addresses_and_blocks_of_their_own_and_end_with_the_segment() {
+    fn nodes_have_distinct_addresses_and_blocks_within_the_segment() {
         let spec = |nodes| Spec { nodes, ..Spec::default() };
         assert_eq!(spec(2).node_names().unwrap(), ["node-1", "node-2"]);
         assert!(spec(0).node_names().is_err());

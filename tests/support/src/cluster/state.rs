@@ -1,4 +1,4 @@
-//! What is remembered of a cluster while it is up, and the lock of those who change it.
+//! Persistent state of a running cluster, and the lock for changing it.
 
 use super::spec::Spec;
 use anyhow::{Context, Result};
@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::Path;
 
-/// Where everything of the cluster lies.
+/// Directory of the cluster.
 pub const DIRECTORY: &str = "/var/lib/cistern-cluster";
 const FILE: &str = "/var/lib/cistern-cluster/state.json";
 
-/// Settings of the whole machine that a kubelet changes.
+/// Sysctls of the host that kubelets change.
 const SETTINGS: [&str; 6] = [
     "kernel/keys/root_maxbytes",
     "kernel/keys/root_maxkeys",
@@ -21,7 +21,7 @@ const SETTINGS: [&str; 6] = [
     "vm/panic_on_oom",
 ];
 
-/// A cluster, and the machine before it.
+/// The cluster, and the previous sysctls of the host.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct State {
     pub(super) spec: Spec,
@@ -29,7 +29,7 @@ pub(super) struct State {
 }
 
 impl State {
-    /// Remembers the machine's settings.
+    /// Records the host's sysctls.
     pub(super) fn of_this_host(spec: &Spec) -> Result<Self> {
         let read = |name: &&str| {
             let value =
@@ -39,7 +39,7 @@ impl State {
         Ok(Self { spec: spec.clone(), settings: SETTINGS.iter().map(read).collect::<Result<_>>()? })
     }
 
-    /// What an earlier one remembered.
+    /// The recorded state.
     pub(super) fn read() -> Result<Option<Self>> {
         match fs::read_to_string(FILE) {
             Ok(text) => serde_json::from_str(&text).map(Some).with_context(|| format!("read {FILE}")),
@@ -49,32 +49,32 @@ impl State {
     }
 
     pub(super) fn write(&self) -> Result<()> {
-        fs::create_dir_all(DIRECTORY).with_context(|| format!("make {DIRECTORY}"))?;
+        fs::create_dir_all(DIRECTORY).with_context(|| format!("create {DIRECTORY}"))?;
         let unfinished = format!("{FILE}.unfinished");
         fs::write(&unfinished, serde_json::to_vec_pretty(self)?)?;
         fs::rename(&unfinished, FILE).with_context(|| format!("write {FILE}"))
     }
 
-    /// Gives the machine its settings back.
+    /// Restores the host's sysctls.
     pub(super) fn set_back(&self) -> Result<()> {
         for (name, value) in &self.settings {
             let path = Path::new("/proc/sys").join(name);
             if fs::read_to_string(&path)?.trim() != value {
-                fs::write(&path, value).with_context(|| format!("set {name} back to {value}"))?;
+                fs::write(&path, value).with_context(|| format!("restore {name} to {value}"))?;
             }
         }
         Ok(())
     }
 }
 
-/// Whoever has it changes the cluster; it ends with the process.
+/// Permission to change the cluster; released with the process.
 #[derive(Debug)]
 pub(super) struct Lock(#[expect(dead_code, reason = "closing it is what unlocks")] File);
 
 impl Lock {
-    /// Waits for its turn.
+    /// Waits until it is free.
     pub(super) fn take() -> Result<Self> {
-        // The folder that the cluster's is made in: a file of our own would have to be left behind.
+        // Lock the parent folder: a lock file of our own would have to remain.
         let parent = Path::new(DIRECTORY).parent().unwrap_or(Path::new("/"));
         let file = File::open(parent).with_context(|| format!("open {}", parent.display()))?;
         file.lock().with_context(|| format!("lock {}", parent.display()))?;

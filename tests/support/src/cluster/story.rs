@@ -1,4 +1,4 @@
-//! The demo's story on a real cluster, told by `kubectl`.
+//! The steps of the demo on a real cluster, using `kubectl`.
 
 use super::images::AGNHOST_IMAGE;
 use super::spec::{OUTSIDE, OUTSIDE_NAME};
@@ -6,16 +6,16 @@ use super::{Cluster, wait_for};
 use anyhow::{Context, Result, ensure};
 use std::process::{Child, Stdio};
 
-/// Port of everything that is spoken to.
+/// Port of all servers.
 const PORT: u16 = 8080;
-/// What a pod is asked while its agent is replaced.
+/// Number of requests to a pod while its agent is replaced.
 const REQUESTS: u32 = 300;
 
-/// Lines of what was seen, and how many things were not so.
-struct Teller(u32);
+/// Prints the checks and counts failures.
+struct Checks(u32);
 
-impl Teller {
-    fn tell(&mut self, item: &str, seen: Result<String>) {
+impl Checks {
+    fn report(&mut self, item: &str, seen: Result<String>) {
         match seen {
             Ok(seen) => println!("  ok    {item:<30} {seen}"),
             Err(error) => {
@@ -26,28 +26,28 @@ impl Teller {
     }
 }
 
-/// A process that ends with the story.
+/// A process that is killed with the demo.
 struct Ending(Child);
 
 impl Drop for Ending {
     fn drop(&mut self) {
-        // Errors mean that it has ended already.
+        // An error means that it has terminated already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Tells it. Whether all of it was as it should be.
+/// Runs the demo. Returns whether all checks passed.
 ///
 /// # Errors
-/// When it cannot even begin.
-pub fn tell(cluster: &Cluster) -> Result<bool> {
-    let mut teller = Teller(0);
+/// It cannot start.
+pub fn demo(cluster: &Cluster) -> Result<bool> {
+    let mut checks = Checks(0);
     let arguments = ["netexec".to_owned(), format!("--http-port={PORT}")];
     let mut server = cluster.machine(OUTSIDE_NAME)?.command(cluster.binaries.find("agnhost")?)?;
     server.args(&arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let _server = Ending(server.spawn()?);
-    teller.tell("kubectl get ciliumnodes", nodes(cluster));
+    checks.report("kubectl get ciliumnodes", nodes(cluster));
     for node in cluster.spec().node_names()? {
         cluster.apply(&format!(
             "{{apiVersion: v1, kind: Pod, metadata: {{name: on-{node}, labels: {{app: demo}}}}, spec: {{nodeName: {node}, \
@@ -58,15 +58,15 @@ pub fn tell(cluster: &Cluster) -> Result<bool> {
     cluster.kubectl(&["wait", "--for=condition=Ready", "pod", "--selector", "app=demo", "--timeout=120s"])?;
     let (one, other) = ("on-node-1", "on-node-2");
     let addresses = [address(cluster, one)?, address(cluster, other)?];
-    teller.tell("kubectl get pods", Ok(format!("{one} {}, {other} {}", addresses[0], addresses[1])));
-    teller.tell("pod to pod across nodes", sees(cluster, one, &addresses[1], &addresses[0]));
+    checks.report("kubectl get pods", Ok(format!("{one} {}, {other} {}", addresses[0], addresses[1])));
+    checks.report("pod to pod across nodes", sees(cluster, one, &addresses[1], &addresses[0]));
     let node = cluster.machine("node-1")?.address()?.to_string();
-    teller.tell("pod to a host outside", sees(cluster, one, &OUTSIDE.to_string(), &node));
-    teller.tell("pod to a Service, by name", curl(cluster, one, "https://kubernetes.default.svc/readyz"));
-    teller.tell("agent deleted meanwhile", agent_deleted(cluster, one, &addresses[1]));
-    teller.tell("cistern explain ip", explain(cluster, "node-1", &addresses[0]));
-    teller.tell("kubectl delete pod", deleted(cluster));
-    Ok(teller.0 == 0)
+    checks.report("pod to a host outside", sees(cluster, one, &OUTSIDE.to_string(), &node));
+    checks.report("pod to a Service, by name", curl(cluster, one, "https://kubernetes.default.svc/readyz"));
+    checks.report("agent deleted meanwhile", agent_deleted(cluster, one, &addresses[1]));
+    checks.report("cistern explain ip", explain(cluster, "node-1", &addresses[0]));
+    checks.report("kubectl delete pod", deleted(cluster));
+    Ok(checks.0 == 0)
 }
 
 fn nodes(cluster: &Cluster) -> Result<String> {
@@ -86,7 +86,7 @@ fn curl(cluster: &Cluster, pod: &str, url: &str) -> Result<String> {
     Ok(format!("{url} says {said}"))
 }
 
-/// Whom `to` sees when a pod speaks to it.
+/// The address that `to` sees when a pod connects to it.
 fn sees(cluster: &Cluster, pod: &str, to: &str, wanted: &str) -> Result<String> {
     let url = format!("http://{to}:{PORT}/clientip");
     let said = curl(cluster, pod, &url)?;
@@ -94,7 +94,7 @@ fn sees(cluster: &Cluster, pod: &str, to: &str, wanted: &str) -> Result<String> 
     Ok(format!("{to} sees {pod} as {wanted}"))
 }
 
-/// Requests by a pod, each on a connection of its own, while the agents are replaced.
+/// Requests from a pod, each on its own connection, while the agents are replaced.
 fn agent_deleted(cluster: &Cluster, pod: &str, to: &str) -> Result<String> {
     let script = format!(
         "lost=0; for i in $(seq {REQUESTS}); do curl --silent --fail --max-time 5 --output /dev/null \
@@ -109,10 +109,10 @@ fn agent_deleted(cluster: &Cluster, pod: &str, to: &str) -> Result<String> {
     let output = requests.wait_with_output()?;
     let lost = String::from_utf8_lossy(&output.stdout).trim().to_owned();
     ensure!(output.status.success() && lost == "0", "{lost:?} of {REQUESTS} requests were lost");
-    Ok(format!("0 of {REQUESTS} requests lost while both agents were deleted and came again"))
+    Ok(format!("0 of {REQUESTS} requests lost while both agents were deleted and recreated"))
 }
 
-/// What the agent of a node knows of an address.
+/// What a node's agent knows about an address.
 fn explain(cluster: &Cluster, node: &str, address: &str) -> Result<String> {
     let system = ["--namespace", "kube-system"];
     let selector = ["--selector", "app.kubernetes.io/name=cistern-agent", "--field-selector"];

@@ -1,4 +1,4 @@
-//! The machines of the demo and what runs on them.
+//! The machines of the demo and the processes on them.
 
 use crate::lab::{Lab, Machine, Pod};
 use crate::probe::Answer;
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// Prefix of the demo's lab.
 pub const PREFIX: &str = "cistern-demo";
 
-/// Everything waits at most this long for anything.
+/// Timeout of every wait.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 const KUBECONFIG: &str = "/run/kubeconfig";
@@ -25,10 +25,10 @@ const OBJECTS: &str = "/run/objects.yaml";
 const POOL: &str = "10.244.0.0/16";
 const NODE_NETWORK: u8 = 24;
 
-/// Where the probe's servers listen.
+/// Port of the probe's servers.
 pub(super) const PORT: u16 = 8080;
 
-/// An address outside that is in no list of private or reserved ranges.
+/// An address outside the cluster that is in no private or reserved range.
 pub(super) const OUTSIDE: Ipv4Addr = Ipv4Addr::new(45, 33, 7, 80);
 const GATEWAY: Ipv4Addr = Ipv4Addr::new(172, 29, 8, 1);
 
@@ -38,7 +38,7 @@ pub(super) struct Node {
     pub(super) agent: Option<Child>,
 }
 
-/// A pod as the plugin left it.
+/// A pod and the address that the plugin assigned.
 #[derive(Debug, Clone)]
 pub(super) struct PodAddress {
     pub(super) node: usize,
@@ -54,19 +54,20 @@ pub(super) struct Cluster {
     children: Vec<Child>,
     binaries: PathBuf,
     kept: bool,
-    // Dropped last: it ends whatever is left.
+    // Dropped last: kills the remaining processes.
     _lab: Lab,
 }
 
 impl Cluster {
-    /// Two nodes, the host outside and the API server; no agent yet.
+    /// Starts two nodes, an external host and the API server, without agents.
     pub(super) fn start(kept: bool) -> Result<Self> {
-        let binaries = std::env::current_exe()?.parent().context("the demo's program lies in no folder")?.to_owned();
+        let binaries =
+            std::env::current_exe()?.parent().context("the path of the demo's program has no parent")?.to_owned();
         for program in ["cistern", "cistern-cni", "cistern-apiserver", "cistern-probe"] {
             let path = binaries.join(program);
             ensure!(path.exists(), "{} is missing; `cargo xtask demo` builds it", path.display());
         }
-        // Refused here, because the agents would only say so in their logs.
+        // Check it here, because the agents would only log it.
         let version =
             Command::new(binaries.join("cistern")).arg("--version").output().context("run cistern --version")?;
         let version = String::from_utf8_lossy(&version.stdout).trim().to_owned();
@@ -95,7 +96,7 @@ impl Cluster {
 
     fn start_api_server(&mut self) -> Result<()> {
         let address = SocketAddr::new(IpAddr::V4(self.control.address()), 6443);
-        // As each node's kubelet makes it: without a Node there is no CiliumNode.
+        // As kubelets create them: without a Node there is no CiliumNode.
         let nodes = self.nodes.iter().map(|Node { machine, .. }| {
             let (name, address) = (machine.name(), machine.address());
             format!(
@@ -116,13 +117,13 @@ impl Cluster {
         Ok(())
     }
 
-    /// A program in the background without a terminal.
+    /// Starts a program in the background without a terminal.
     fn quiet(&self, command: &mut Command) -> Result<Child> {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().context("start a program of the demo")
     }
 
-    /// Starts the probe's servers; returns when they answer.
+    /// Starts the probe's servers; returns when they are ready.
     fn serve(&mut self, mut command: Command, address: Ipv4Addr) -> Result<()> {
         command.args(["serve", &SocketAddr::new(IpAddr::V4(address), PORT).to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
@@ -157,7 +158,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Ends an agent as a crash does.
+    /// Kills an agent as a crash does.
     pub(super) fn kill_agent(&mut self, index: usize) -> Result<()> {
         let node = self.nodes.get_mut(index).context("no such node")?;
         if let Some(mut agent) = node.agent.take() {
@@ -183,7 +184,7 @@ impl Cluster {
         Ok(serde_json::from_str(&self.cistern(index, &arguments)?)?)
     }
 
-    /// Waits until the node says that it is ready.
+    /// Waits until the node reports that it is ready.
     pub(super) fn ready(&self, index: usize) -> Result<Value> {
         let mut last = String::new();
         let ready = wait_for("the node to be ready", || {
@@ -206,7 +207,7 @@ impl Cluster {
         lines.into_iter().rev().collect::<Vec<_>>().join(" | ")
     }
 
-    /// What is to be gone when the cluster is.
+    /// Kernel objects that must be freed when the cluster is deleted.
     pub(super) fn traces(&self, pods: &[PodAddress]) -> Result<Traces> {
         let machines = self.nodes.iter().map(|node| &node.machine).chain([&self.outside, &self.control]);
         let pods = pods.iter().map(|pod| Ok(self.node(pod.node)?.machine.existing_pod(&pod.name).namespace()));
@@ -257,7 +258,7 @@ impl Cluster {
         if text.trim().is_empty() { Ok(Value::Null) } else { Ok(serde_json::from_str(&text)?) }
     }
 
-    /// Makes a pod's namespace, calls ADD, and starts the probe's servers in it.
+    /// Creates a pod's namespace, calls ADD, and starts the probe's servers in it.
     pub(super) fn add_pod(&mut self, index: usize, name: &str) -> Result<PodAddress> {
         self.node(index)?.machine.pod(name)?;
         let result = self.cni(index, "ADD", name)?;
@@ -286,9 +287,9 @@ impl Cluster {
         self.control.run("kubectl", &arguments)
     }
 
-    /// How to look around in what is left running.
+    /// How to inspect the running demo.
     pub(super) fn tour(&self) -> String {
-        let mut text = String::from("It is left running. To look around:\n");
+        let mut text = String::from("It is still running. To inspect it:\n");
         let program = self.program("cistern");
         for node in &self.nodes {
             text.push_str(&format!(
@@ -301,7 +302,7 @@ impl Cluster {
             "  nsenter --target {} --net --mount --uts kubectl --kubeconfig {KUBECONFIG} get ciliumnodes\n",
             self.control.id()
         ));
-        text.push_str(&format!("To end it:\n  {} --clean\n", self.program("cistern-demo").display()));
+        text.push_str(&format!("To stop it:\n  {} --clean\n", self.program("cistern-demo").display()));
         text
     }
 }
@@ -312,14 +313,14 @@ impl Drop for Cluster {
             return;
         }
         for child in self.nodes.iter_mut().filter_map(|node| node.agent.as_mut()).chain(&mut self.children) {
-            // One that has ended already is what is wanted.
+            // An error means that it has terminated already.
             let _ = child.kill();
             let _ = child.wait();
         }
     }
 }
 
-/// What a cluster is in this kernel: told by numbers, since its names are known inside only.
+/// The cluster's objects in the kernel, by ID, because their names are known inside the namespaces only.
 #[derive(Debug, Default)]
 pub(super) struct Traces {
     namespaces: BTreeSet<u64>,
@@ -328,8 +329,8 @@ pub(super) struct Traces {
 }
 
 impl Traces {
-    /// Waits until no process is in any of the namespaces and the kernel has freed maps and programs, which it does a
-    /// moment after their last user is gone.
+    /// Waits until no process is in any of the namespaces and the kernel has freed maps and programs, which it does
+    /// asynchronously.
     pub(super) fn wait_until_gone(&self) -> Result<String> {
         wait_for("namespaces without process", || Ok(self.namespaces.is_disjoint(&namespaces_in_use()?)))?;
         wait_for("the kernel to free maps and programs", || {
@@ -339,7 +340,7 @@ impl Traces {
             Ok(self.maps.is_disjoint(&maps) && self.programs.is_disjoint(&programs))
         })?;
         Ok(format!(
-            "{} namespaces without process, {} maps and {} programs are out of the kernel",
+            "{} namespaces without process, {} maps and {} programs were freed by the kernel",
             self.namespaces.len(),
             self.maps.len(),
             self.programs.len()
@@ -356,13 +357,13 @@ fn namespaces_in_use() -> Result<BTreeSet<u64>> {
     let mut used = BTreeSet::new();
     for entry in std::fs::read_dir("/proc").context("read /proc")? {
         let namespaces = entry?.path().join("ns");
-        // Entries that are no process have none, and a process may end at any time.
+        // Entries that are not processes have none, and a process may terminate at any time.
         used.extend(["net", "mnt", "uts"].iter().filter_map(|kind| inode(&namespaces.join(kind)).ok()));
     }
     Ok(used)
 }
 
-/// Runs a question of the probe.
+/// Runs a client of the probe.
 pub(super) fn ask(mut command: Command, protocol: &str, to: Ipv4Addr) -> Result<Answer> {
     let output = command
         .args([&format!("ask-{protocol}"), &SocketAddr::new(IpAddr::V4(to), PORT).to_string()])
@@ -374,7 +375,7 @@ pub(super) fn ask(mut command: Command, protocol: &str, to: Ipv4Addr) -> Result<
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// Polls until it is so.
+/// Polls until the condition holds.
 pub(super) fn wait_for(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     while !is_so()? {
@@ -384,7 +385,7 @@ pub(super) fn wait_for(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> R
     Ok(())
 }
 
-/// Whether anything of ours is left on a node, by name.
+/// Devices, routes and leases of ours that remain on a node.
 pub(super) fn leftovers(machine: &Machine) -> Result<Vec<String>> {
     let mut left = Vec::new();
     let links = machine.json("ip", &["-j", "link"])?;

@@ -1,9 +1,9 @@
-//! The demo: two nodes, four pods and a host outside, on this machine's kernel.
+//! The demo: two nodes, four pods and an external host, on this machine's kernel.
 //!
-//! Every line that it prints is something that was seen, and anything that is not as it should be is printed and makes
-//! the demo fail; the rest of the story goes on as far as it can.
+//! Every line that it prints is an observation. A failed check is printed and makes the demo fail; the remaining steps
+//! run as far as possible.
 //!
-//! What it does not prove: the API server is the small one of the tests, and no kubelet calls the plugin.
+//! Limits: the API server is the small one of the tests, and no kubelet calls the plugin.
 
 mod cluster;
 mod story;

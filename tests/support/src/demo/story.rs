@@ -1,4 +1,4 @@
-//! What happens, in order, and what is seen of it.
+//! The steps of the demo and their checks.
 
 use super::cluster::{Cluster, OUTSIDE, PORT, PREFIX, PodAddress, ask, leftovers, wait_for};
 use crate::lab::Lab;
@@ -9,31 +9,31 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What the demo can be told.
+/// Options of the demo.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
     /// Leave everything running.
     pub keep: bool,
 }
 
-/// Ends what an earlier `--keep`, or a killed run, left.
+/// Stops what an earlier `--keep`, or a killed run, left behind.
 ///
 /// # Errors
-/// When a process does not end.
+/// A process does not terminate.
 pub fn clean() -> Result<()> {
     let ended = Lab::remove_left(PREFIX)?;
     println!("{ended} processes ended");
     Ok(())
 }
 
-/// Prints lines and remembers what was not so.
-struct Teller {
+/// Prints the checks and counts failures.
+struct Checks {
     failed: u32,
 }
 
-impl Teller {
-    /// One item of the story: a line with what was seen, or what was not so.
-    fn tell(&mut self, item: &str, seen: Result<String>) {
+impl Checks {
+    /// Reports one check: a line with the observation, or the failure.
+    fn report(&mut self, item: &str, seen: Result<String>) {
         match seen {
             Ok(seen) => println!("  ok    {item:<34} {seen}"),
             Err(error) => {
@@ -44,51 +44,51 @@ impl Teller {
     }
 }
 
-/// Runs the whole story. Whether all of it was as it should be.
+/// Runs all steps. Returns whether all checks passed.
 ///
 /// # Errors
-/// When it cannot even begin.
+/// The machines cannot be started.
 pub fn run(options: Options) -> Result<bool> {
     let begun = Instant::now();
-    let mut teller = Teller { failed: 0 };
+    let mut checks = Checks { failed: 0 };
     let ended = Lab::remove_left(PREFIX)?;
     if ended > 0 {
-        println!("{ended} processes of an earlier run were still there and are ended");
+        println!("killed {ended} processes of an earlier run");
     }
-    let mut cluster = Cluster::start(options.keep).context("two nodes, a host outside and an API server")?;
-    println!("node-a 172.29.8.20, node-b 172.29.8.21, a host outside {OUTSIDE}, an API server\n");
+    let mut cluster = Cluster::start(options.keep).context("two nodes, an external host and an API server")?;
+    println!("node-a 172.29.8.20, node-b 172.29.8.21, an external host {OUTSIDE}, an API server\n");
     let mut traces = None;
-    match pods(&mut cluster, &mut teller) {
+    match pods(&mut cluster, &mut checks) {
         Ok(pods) => {
             traces = Some(cluster.traces(&pods));
-            traffic(&cluster, &pods, &mut teller);
+            traffic(&cluster, &pods, &mut checks);
             let seen = survive(&mut cluster, &pods);
-            teller.tell("agent killed and restarted", seen);
-            explain(&cluster, &pods, &mut teller);
+            checks.report("agent killed and restarted", seen);
+            explain(&cluster, &pods, &mut checks);
             if !options.keep {
                 let seen = remove(&mut cluster, &pods);
-                teller.tell("DEL of every pod", seen);
+                checks.report("DEL of every pod", seen);
             }
         }
-        Err(error) => teller.tell("agents and pods", Err(error)),
+        Err(error) => checks.report("agents and pods", Err(error)),
     }
     if options.keep {
         println!("\n{}", cluster.tour());
     }
     drop(cluster);
     if let Some(traces) = traces.filter(|_| !options.keep) {
-        teller.tell("clean machine", traces.and_then(|traces| traces.wait_until_gone()));
+        checks.report("clean machine", traces.and_then(|traces| traces.wait_until_gone()));
     }
     let seconds = begun.elapsed().as_secs_f64();
-    match teller.failed {
-        0 => println!("\nAll of it was so, in {seconds:.0} s."),
-        failed => println!("\n{failed} of it were NOT so ({seconds:.0} s)."),
+    match checks.failed {
+        0 => println!("\nAll checks passed in {seconds:.0} s."),
+        failed => println!("\n{failed} checks FAILED in {seconds:.0} s."),
     }
-    Ok(teller.failed == 0)
+    Ok(checks.failed == 0)
 }
 
 /// Starts the agents and two pods on each node.
-fn pods(cluster: &mut Cluster, teller: &mut Teller) -> Result<Vec<PodAddress>> {
+fn pods(cluster: &mut Cluster, checks: &mut Checks) -> Result<Vec<PodAddress>> {
     for index in 0..cluster.nodes.len() {
         cluster.start_agent(index)?;
     }
@@ -97,16 +97,16 @@ fn pods(cluster: &mut Cluster, teller: &mut Teller) -> Result<Vec<PodAddress>> {
         let status = cluster.ready(index)?;
         let name = text(&status, "/node");
         let seen = format!("{} router {}", text(&status, "/pod_cidr"), text(&status, "/router"));
-        teller.tell(&format!("pod CIDR of {name}"), Ok(seen));
+        checks.report(&format!("pod CIDR of {name}"), Ok(seen));
         if status.pointer("/leader_election/leading") == Some(&Value::Bool(true)) {
             leaders.push(name);
         }
     }
     let one = match leaders.as_slice() {
-        [leader] => Ok(format!("{leader} was elected, and gave both nodes their block")),
+        [leader] => Ok(format!("{leader} was elected, and assigned both nodes a pod CIDR")),
         others => Err(anyhow::anyhow!("leaders: {others:?}; expected one")),
     };
-    teller.tell("leader of the operators", one);
+    checks.report("leader of the operators", one);
     let listed = cluster.kubectl(&["get", "ciliumnodes", "--no-headers", "-o", "name"]);
     let listed = listed.and_then(|names| {
         let names: Vec<&str> = names.split_whitespace().collect();
@@ -114,7 +114,7 @@ fn pods(cluster: &mut Cluster, teller: &mut Teller) -> Result<Vec<PodAddress>> {
         ensure!(names == expected, "{names:?}; expected {expected:?}");
         Ok(names.join(" "))
     });
-    teller.tell("kubectl get ciliumnodes", listed);
+    checks.report("kubectl get ciliumnodes", listed);
     let mut pods = Vec::new();
     for index in 0..cluster.nodes.len() {
         for number in 1..=2 {
@@ -122,8 +122,8 @@ fn pods(cluster: &mut Cluster, teller: &mut Teller) -> Result<Vec<PodAddress>> {
             pods.push(cluster.add_pod(index, &format!("pod-{letter}{number}"))?);
         }
     }
-    // The host outside reaches pods by their node, as a router in front of a cluster does. It speaks by its outside
-    // address: the one it has on the nodes' network is excluded from masquerading anyway, and would prove nothing.
+    // The external host routes pod addresses via their node, as a router in front of a cluster does. It uses its public
+    // address: the one on the nodes' network is excluded from masquerading anyway.
     for index in 0..cluster.nodes.len() {
         let status = cluster.ready(index)?;
         let (cidr, node) = (text(&status, "/pod_cidr"), cluster.nodes.get(index).context("node")?.machine.address());
@@ -131,8 +131,8 @@ fn pods(cluster: &mut Cluster, teller: &mut Teller) -> Result<Vec<PodAddress>> {
         cluster.outside.run("ip", &["route", "add", &cidr, "via", &node.to_string(), "src", &source])?;
     }
     let names: Vec<String> = pods.iter().map(|pod| format!("{} {}", pod.name, pod.address)).collect();
-    teller.tell("cistern-cni ADD", Ok(names.join(", ")));
-    // Routes to the other node's pods follow its block.
+    checks.report("cistern-cni ADD", Ok(names.join(", ")));
+    // Routes to the other node's pods are installed after its pod CIDR is known.
     let wanted = pods.iter().find(|pod| pod.node == 1).context("no pod on node-b")?.address;
     let machine = &cluster.nodes.first().context("no node-a")?.machine;
     wait_for("the route to node-b's pods", || {
@@ -145,22 +145,22 @@ fn text(value: &Value, pointer: &str) -> String {
     value.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned()
 }
 
-fn traffic(cluster: &Cluster, pods: &[PodAddress], teller: &mut Teller) {
+fn traffic(cluster: &Cluster, pods: &[PodAddress], checks: &mut Checks) {
     let [a1, a2, b1, ..] = pods else {
-        teller.tell("pods", Err(anyhow::anyhow!("{} pods; expected four", pods.len())));
+        checks.report("pods", Err(anyhow::anyhow!("{} pods; expected four", pods.len())));
         return;
     };
-    teller.tell("pod to pod on one node", keeps_address(cluster, a1, a2.address));
-    teller.tell("pod to pod across nodes", keeps_address(cluster, a1, b1.address));
+    checks.report("pod to pod on one node", keeps_address(cluster, a1, a2.address));
+    checks.report("pod to pod across nodes", keeps_address(cluster, a1, b1.address));
     for pod in [a1, b1] {
         for protocol in ["tcp", "udp"] {
             let item = format!("{} to outside, {protocol}", pod.name);
-            teller.tell(&item, leaves_as_node(cluster, pod, protocol));
+            checks.report(&item, leaves_as_node(cluster, pod, protocol));
         }
     }
-    teller.tell("outside to pod", answered_by_pod(cluster, b1));
-    teller.tell("bpftool map dump of that flow", inbound_in_map(cluster, b1));
-    teller.tell("bpftool map dump of pod to outside", translated_in_map(cluster, b1));
+    checks.report("outside to pod", answered_by_pod(cluster, b1));
+    checks.report("bpftool map dump of that flow", inbound_in_map(cluster, b1));
+    checks.report("bpftool map dump of pod to outside", translated_in_map(cluster, b1));
 }
 
 /// The other pod sees the pod's own address.
@@ -177,7 +177,7 @@ fn keeps_address(cluster: &Cluster, from: &PodAddress, to: Ipv4Addr) -> Result<S
     Ok(format!("{to} sees {} as {}", from.name, from.address))
 }
 
-/// The host outside sees the node's address, and its answer reaches the pod.
+/// The external host sees the node's address, and its answer reaches the pod.
 fn leaves_as_node(cluster: &Cluster, pod: &PodAddress, protocol: &str) -> Result<String> {
     let answer = ask(cluster.in_pod(pod)?, protocol, OUTSIDE)?;
     let node = cluster.nodes.get(pod.node).context("node")?.machine.address();
@@ -187,10 +187,10 @@ fn leaves_as_node(cluster: &Cluster, pod: &PodAddress, protocol: &str) -> Result
         answer.seen_as
     );
     ensure!(answer.answered_by.ip() == IpAddr::V4(OUTSIDE), "answered by {}", answer.answered_by);
-    Ok(format!("{OUTSIDE} sees {} (the node), its answer reaches {}", answer.seen_as, pod.address))
+    Ok(format!("{OUTSIDE} sees {} (the node), the answer reaches {}", answer.seen_as, pod.address))
 }
 
-/// A client outside is answered by the pod's own address.
+/// The pod answers an external client with its own address.
 fn answered_by_pod(cluster: &Cluster, pod: &PodAddress) -> Result<String> {
     for protocol in ["tcp", "udp"] {
         let answer = ask(cluster.outside.command(cluster.program("cistern-probe")), protocol, pod.address)?;
@@ -202,10 +202,10 @@ fn answered_by_pod(cluster: &Cluster, pod: &PodAddress) -> Result<String> {
         );
         ensure!(answer.seen_as.ip() == IpAddr::V4(OUTSIDE), "{protocol}: {} sees {}", pod.name, answer.seen_as);
     }
-    Ok(format!("{} sees {OUTSIDE} and answers by its own address {}", pod.name, pod.address))
+    Ok(format!("{} sees {OUTSIDE} and answers from its own address {}", pod.name, pod.address))
 }
 
-/// The flow that the client outside opened, in the kernel's map, as bpftool prints it.
+/// The flow that the external client opened, in the kernel's map, as bpftool prints it.
 fn inbound_in_map(cluster: &Cluster, pod: &PodAddress) -> Result<String> {
     let answer = [("/key/source", pod.address.octets()), ("/key/destination", OUTSIDE.octets())];
     let row = find_row(cluster, pod.node, "cst_inbound", &answer)?;
@@ -265,7 +265,7 @@ impl Stream {
     }
 }
 
-/// `kill -9` of an agent under traffic, and its restart: nothing is lost.
+/// `kill -9` of an agent under traffic, and its restart, lose no packet.
 fn survive(cluster: &mut Cluster, pods: &[PodAddress]) -> Result<String> {
     let pod = pods.first().context("no pod")?;
     let tcp = Stream::start(cluster.in_pod(pod)?, "stream-tcp")?;
@@ -273,7 +273,7 @@ fn survive(cluster: &mut Cluster, pods: &[PodAddress]) -> Result<String> {
     std::thread::sleep(Duration::from_secs(1));
     cluster.kill_agent(pod.node)?;
     std::thread::sleep(Duration::from_secs(2));
-    // A flow that begins while no agent runs is translated all the same.
+    // A flow that starts while no agent runs is translated, too.
     let without_agent = leaves_as_node(cluster, pod, "tcp").context("while no agent runs")?;
     cluster.start_agent(pod.node)?;
     cluster.ready(pod.node)?;
@@ -288,7 +288,7 @@ fn survive(cluster: &mut Cluster, pods: &[PodAddress]) -> Result<String> {
     ))
 }
 
-fn explain(cluster: &Cluster, pods: &[PodAddress], teller: &mut Teller) {
+fn explain(cluster: &Cluster, pods: &[PodAddress], checks: &mut Checks) {
     let (Some(from), Some(other)) = (pods.first(), pods.iter().find(|pod| pod.node == 1)) else { return };
     for (to, verdict) in [(format!("{OUTSIDE}:443"), "masqueraded"), (format!("{}:443", other.address), "unchanged")] {
         let source = from.address.to_string();
@@ -297,11 +297,11 @@ fn explain(cluster: &Cluster, pods: &[PodAddress], teller: &mut Teller) {
             ensure!(text(&answer, "/verdict") == verdict, "{answer}; expected {verdict}");
             Ok(format!("{verdict} by rule {}: {}", text(&answer, "/rule"), text(&answer, "/why")))
         });
-        teller.tell(&format!("explain {to}"), seen);
+        checks.report(&format!("explain {to}"), seen);
     }
 }
 
-/// DEL of every pod leaves nothing of it.
+/// DEL of every pod leaves no trace of it.
 fn remove(cluster: &mut Cluster, pods: &[PodAddress]) -> Result<String> {
     for pod in pods {
         cluster.cni(pod.node, "DEL", &pod.name)?;
@@ -317,5 +317,5 @@ fn remove(cluster: &mut Cluster, pods: &[PodAddress]) -> Result<String> {
         let left = leftovers(&cluster.nodes.get(index).context("node")?.machine)?;
         ensure!(left.is_empty(), "node {index}: {left:?} are left");
     }
-    Ok("twice each; no device, route, endpoint or lease is left".to_owned())
+    Ok("twice each; no device, route, endpoint or lease remains".to_owned())
 }

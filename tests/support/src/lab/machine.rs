@@ -8,7 +8,7 @@ use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A machine on the wire: a node or a host.
+/// A machine in the lab: a node or a host.
 #[derive(Debug)]
 pub struct Machine {
     name: String,
@@ -41,23 +41,23 @@ impl Machine {
         self.address.addr()
     }
 
-    /// Process ID of what holds its namespaces; `nsenter --target ID --net --mount --uts` looks around.
+    /// Process ID of the holder of its namespaces, for `nsenter --target ID --net --mount --uts`.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.holder.id()
     }
 
-    /// A program on this machine. The working directory is `/`, so name programs by absolute path or by `PATH`. The
-    /// process ID of the child is the program's own.
+    /// A command on this machine. Its working directory is `/`, so give the absolute path of the program, or one on
+    /// `PATH`. The child's process ID is the program's own.
     #[must_use]
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
         self.holder.command_inside(&program.as_ref().to_string_lossy())
     }
 
-    /// Runs a program that must succeed, and returns what it printed.
+    /// Runs a program that must succeed, and returns its output.
     ///
     /// # Errors
-    /// When it cannot be started or fails, with what it said.
+    /// It cannot be started or fails; the error contains its output.
     pub fn run(&self, program: &str, arguments: &[&str]) -> Result<String> {
         output(self.command(program).args(arguments), &format!("{}: {program} {}", self.name, arguments.join(" ")))
     }
@@ -65,33 +65,33 @@ impl Machine {
     /// As [`Machine::run`], for a program that prints JSON.
     ///
     /// # Errors
-    /// As [`Machine::run`], and when it is no JSON.
+    /// As [`Machine::run`], or the output is not JSON.
     pub fn json(&self, program: &str, arguments: &[&str]) -> Result<Value> {
         json(&self.run(program, arguments)?, &format!("{}: {program} {}", self.name, arguments.join(" ")))
     }
 
-    /// Where this process finds a file of the machine.
+    /// Path of a file of the machine, for this process.
     #[must_use]
     pub fn file(&self, path: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root/{}", self.id(), path.trim_start_matches('/')))
     }
 
-    /// Where this process finds the machine's network namespace.
+    /// Path of the machine's network namespace, for this process.
     #[must_use]
     pub fn namespace(&self) -> PathBuf {
         PathBuf::from(format!("/proc/{}/ns/net", self.id()))
     }
 
-    /// Makes the network namespace of a pod, empty as a container runtime makes it.
+    /// Creates the network namespace of a pod, empty as a container runtime does.
     ///
     /// # Errors
-    /// When there is one of this name.
+    /// A pod of this name exists.
     pub fn pod(&self, name: &str) -> Result<Pod<'_>> {
         self.run("ip", &["netns", "add", name])?;
         Ok(self.existing_pod(name))
     }
 
-    /// A pod that somebody else made at `/run/netns/NAME`.
+    /// A pod with an existing network namespace at `/run/netns/NAME`.
     #[must_use]
     pub fn existing_pod(&self, name: &str) -> Pod<'_> {
         Pod { machine: self, name: name.to_owned() }
@@ -118,16 +118,16 @@ impl Pod<'_> {
         format!("/run/netns/{}", self.name)
     }
 
-    /// Where this process finds the namespace.
+    /// Path of the namespace, for this process.
     #[must_use]
     pub fn namespace(&self) -> PathBuf {
         self.machine.file(&self.netns())
     }
 
-    /// A program in the pod's network, with the files of the machine.
+    /// A command in the pod's network, with the machine's files.
     #[must_use]
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
-        // The option's path is resolved before any namespace is entered.
+        // nsenter opens the path before it enters any namespace.
         let network = format!("--net={}", self.namespace().display());
         self.machine.holder.command(&[network, "--mount".into(), "--uts".into()], &program.as_ref().to_string_lossy())
     }
@@ -149,10 +149,10 @@ impl Pod<'_> {
         json(&self.run(program, arguments)?, &format!("{} on {}: {program}", self.name, self.machine.name))
     }
 
-    /// Takes the namespace away, with everything in it, as a runtime does after DEL.
+    /// Deletes the namespace with everything in it, as a runtime does after DEL.
     ///
     /// # Errors
-    /// When it is not there.
+    /// It does not exist.
     pub fn remove(&self) -> Result<()> {
         self.machine.run("ip", &["netns", "delete", &self.name]).map(drop)
     }

@@ -1,4 +1,4 @@
-//! Small networks of namespaces on this machine: nodes, outside hosts, pods.
+//! Small networks of namespaces on this machine: nodes, external hosts, pods.
 //!
 //! ```text
 //!              wire: a namespace with one bridge
@@ -9,15 +9,15 @@
 //!   └─ pod-2        network namespaces under the node's own /run/netns
 //! ```
 //!
-//! A machine's namespaces are held by a process that only waits, so they outlive every agent that is started in them.
-//! Each machine has its own `/run` and `/var/lib`; a node has its own bpffs at `/sys/fs/bpf` too. Nothing is made
-//! in the host's namespaces, neither device nor mount, so labs cannot meet each other and leave nothing behind.
+//! A machine's namespaces are held by a waiting process, so they outlive the agents that are started in them. Each
+//! machine has its own `/run` and `/var/lib`; a node also has its own bpffs at `/sys/fs/bpf`. No device or mount is
+//! created in the host's namespaces, so labs are isolated from each other and leave nothing behind.
 //!
-//! The waiting processes of a lab end when whoever made the lab does, even by `kill -9`, and take with them what runs in
-//! their machines. Processes that were started in a machine also carry [`MARK`] in their environment: dropping the lab
-//! ends them, and the next lab of the same prefix ends those that are left although their maker is gone.
+//! The holders of a lab terminate when its creator does, even after `kill -9`, and kill the processes on their machines.
+//! Processes started on a machine also have [`MARK`] in their environment: dropping the lab kills them, and the next lab
+//! of the same prefix kills those whose creator has terminated.
 //!
-//! Making one needs root.
+//! Creating a lab requires root.
 
 mod machine;
 mod process;
@@ -30,7 +30,7 @@ use ipnet::Ipv4Net;
 use process::{Holder, Mark};
 use std::cell::Cell;
 
-/// Environment variable of every process in a lab: its prefix and who made it.
+/// Environment variable of every process in a lab: its prefix and its creator.
 pub const MARK: &str = "CISTERN_LAB";
 
 const BRIDGE: &str = "wire";
@@ -45,17 +45,17 @@ pub struct Lab {
 }
 
 impl Lab {
-    /// Makes an empty network. What killed makers of labs with this prefix left is removed first. A prefix is letters,
-    /// digits and hyphens.
+    /// Creates an empty network. Remains of labs with this prefix whose creators were killed are removed first. A
+    /// prefix consists of letters, digits and hyphens.
     ///
     /// # Errors
-    /// When the caller is not root, or the kernel refuses a namespace.
+    /// The caller is not root, or the kernel refuses a namespace.
     pub fn new(prefix: &str) -> Result<Self> {
         Self::make(prefix, false)
     }
 
-    /// As [`Lab::new`], but nothing ends with the maker or when the value is dropped. [`Lab::remove_left`] ends it, and
-    /// so does the next lab of the prefix once the maker is gone.
+    /// As [`Lab::new`], but the lab survives its creator and its value. [`Lab::remove_left`] removes it, and so does
+    /// the next lab of the prefix once the creator has terminated.
     ///
     /// # Errors
     /// As [`Lab::new`].
@@ -68,7 +68,7 @@ impl Lab {
             !prefix.is_empty() && prefix.chars().all(|c| c.is_ascii_alphanumeric() || c == '-'),
             "lab prefix {prefix:?}: expected letters, digits and hyphens"
         );
-        ensure!(nix::unistd::geteuid().is_root(), "a lab is made of namespaces: run this as root");
+        ensure!(nix::unistd::geteuid().is_root(), "a lab consists of namespaces: run this as root");
         Self::remove_left(prefix)?;
         let mark = Mark::own(prefix)?;
         let setup = format!("ip link add {BRIDGE} type bridge stp_state 0 forward_delay 0\nip link set {BRIDGE} up");
@@ -76,35 +76,35 @@ impl Lab {
         Ok(Self { mark, kept, wire, ports: Cell::new(0) })
     }
 
-    /// Ends every process of labs with this prefix whose maker is gone, and with them their namespaces. Returns how many
-    /// processes there were.
+    /// Kills all processes of labs with this prefix whose creators have terminated, and thereby frees their namespaces.
+    /// Returns the number of processes.
     ///
     /// # Errors
-    /// When `/proc` cannot be read, or a process does not end.
+    /// `/proc` cannot be read, or a process does not terminate.
     pub fn remove_left(prefix: &str) -> Result<usize> {
         process::end(|mark| mark.prefix == prefix && !mark.maker_lives())
     }
 
-    /// A Kubernetes node: forwards packets, has its own bpffs.
+    /// Adds a Kubernetes node: it forwards packets and has its own bpffs.
     ///
     /// # Errors
-    /// When the kernel refuses part of it.
+    /// An error from the kernel.
     pub fn node(&self, name: &str, address: Ipv4Net) -> Result<Machine> {
         self.machine(name, address, "mount -t bpf bpf /sys/fs/bpf\necho 1 >/proc/sys/net/ipv4/ip_forward\n")
     }
 
-    /// A host that is no node: a client or a server outside of the cluster.
+    /// Adds a host that is not a node: a client or server outside the cluster.
     ///
     /// # Errors
-    /// When the kernel refuses part of it.
+    /// An error from the kernel.
     pub fn host(&self, name: &str, address: Ipv4Net) -> Result<Machine> {
         self.machine(name, address, "")
     }
 
-    /// Takes a machine's `eth0` away and gives it a new one with the same address. Routes over it are gone.
+    /// Replaces a machine's `eth0` by a new device with the same address. Its routes are lost.
     ///
     /// # Errors
-    /// When the kernel refuses part of it.
+    /// An error from the kernel.
     pub fn replace_eth0(&self, machine: &Machine) -> Result<()> {
         machine.run("ip", &["link", "delete", "eth0"])?;
         self.plug(machine.holder(), machine.net(), machine.name())
@@ -135,7 +135,7 @@ impl Lab {
     }
 }
 
-/// What a machine has for itself: `/run` and `/var/lib` empty, `/etc` and `/opt` as they are here, with its own changes.
+/// A machine's own files: `/run` and `/var/lib` are empty, `/etc` and `/opt` overlay those of the host.
 const OWN_FILES: &str = "\
 mount -t tmpfs run /run
 mount -t tmpfs state /var/lib

@@ -1,4 +1,4 @@
-//! The processes of a lab: those that hold namespaces, and finding all of them again.
+//! The processes of a lab: holding namespaces, and finding all processes again.
 
 use super::MARK;
 use anyhow::{Context, Result, bail, ensure};
@@ -12,11 +12,11 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// Longer than a killed process needs to be gone on a loaded machine.
+/// More than a killed process needs to terminate on a loaded machine.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Shell: waits for the end of its input without starting anything, then kills the machine's other processes, those in pods
-/// too, until there is none (or they do not end). They are told by the mount namespace, which is the machine's alone.
+/// Shell: waits for the end of its input without a child process, then kills the machine's other processes, including
+/// those in pods, until none is left (or they do not terminate). They are identified by the machine's mount namespace.
 const END_WITH_MAKER: &str = r#"
 set +e
 while read -r _; do :; done
@@ -34,18 +34,18 @@ done
 /// Field 22 of `/proc/PID/stat` (`man 5 proc`), counted behind the command name, which may hold anything.
 const START_TIME_FIELD: usize = 19;
 
-/// Whose a process is. Process IDs are used again; together with the start time they are not.
+/// The lab of a process. Process IDs are reused; in combination with the start time they are unique.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Mark {
     pub(super) prefix: String,
     maker: u32,
     maker_start: u64,
-    /// Tells the labs of one maker apart.
+    /// Distinguishes the labs of one creator.
     number: u32,
 }
 
 impl Mark {
-    /// A new one of this process.
+    /// A new mark of this process.
     pub(super) fn own(prefix: &str) -> Result<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let maker = std::process::id();
@@ -80,13 +80,13 @@ fn start_time(id: u32) -> Option<u64> {
     stat.rsplit(") ").next()?.split(' ').nth(START_TIME_FIELD)?.parse().ok()
 }
 
-/// The process IDs that carry a mark that is wanted.
+/// The IDs of processes with a matching mark.
 fn find(wanted: &impl Fn(&Mark) -> bool) -> Result<Vec<Pid>> {
     let prefix = format!("{MARK}=");
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc").context("read /proc")? {
         let Some(id) = entry?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
-        // One that has ended in the meantime, or waits to be reaped, has no environment.
+        // A terminated process or a zombie has no environment.
         let Ok(environment) = fs::read(format!("/proc/{id}/environ")) else { continue };
         let marked = environment
             .split(|byte| *byte == 0)
@@ -100,7 +100,7 @@ fn find(wanted: &impl Fn(&Mark) -> bool) -> Result<Vec<Pid>> {
     Ok(found)
 }
 
-/// Ends the processes that carry a mark that is wanted, and waits until they are gone. Returns how many there were.
+/// Kills processes with a matching mark and waits for their termination. Returns their number.
 pub(super) fn end(wanted: impl Fn(&Mark) -> bool) -> Result<usize> {
     let deadline = Instant::now() + END_TIMEOUT;
     let mut first = None;
@@ -121,7 +121,7 @@ pub(super) fn end(wanted: impl Fn(&Mark) -> bool) -> Result<usize> {
     }
 }
 
-/// A process that waits in namespaces of its own and so keeps them.
+/// A process that waits in its own namespaces to keep them alive.
 #[derive(Debug)]
 pub(super) struct Holder {
     name: String,
@@ -131,8 +131,9 @@ pub(super) struct Holder {
 }
 
 impl Holder {
-    /// Makes the namespaces, runs `setup` (shell) inside, and leaves the process waiting there: for the end of its input,
-    /// which comes when the maker ends in whatever way, and then ends what runs in its mount namespace; a kept one for ever.
+    /// Creates the namespaces, runs `setup` (shell) inside, and leaves the process waiting there for the end of its
+    /// input. That happens when its creator terminates for whatever reason; then it kills all processes in its mount
+    /// namespace. A kept one waits forever.
     pub(super) fn start(mark: &Mark, name: &str, setup: &str, kept: bool) -> Result<Self> {
         let wait = if kept { "exec sleep infinity" } else { END_WITH_MAKER };
         let script = format!("set -e\nhostname {name}\n{setup}\necho ready\nexec >/dev/null 2>&1\n{wait}");
@@ -143,7 +144,7 @@ impl Holder {
             .stdin(if kept { Stdio::null() } else { Stdio::piped() })
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // A key press that interrupts the maker must not reach machines before it has said what to do with them.
+            // Ctrl-C must not reach the machines before the creator has cleaned up.
             .process_group(0);
         let mut child = command.spawn().context("unshare (package util-linux)")?;
         set_up(&mut child, name)?;
@@ -171,13 +172,13 @@ impl Holder {
         self.command(&["--net".into(), "--mount".into(), "--uts".into()], program)
     }
 
-    /// Runs a shell script inside; it ends at the first command that fails.
+    /// Runs a shell script inside; stops at the first command that fails.
     pub(super) fn run(&self, script: &str) -> Result<String> {
         output(self.command_inside("sh").args(["-e", "-c", script]), &format!("{}: {script}", self.name))
     }
 }
 
-/// Waits until a machine's first process says `ready`; what it says instead, when it ends before, is the error.
+/// Waits until a machine's first process prints `ready`; otherwise returns its output as an error.
 pub(crate) fn set_up(child: &mut Child, name: &str) -> Result<()> {
     let mut line = String::new();
     if let Some(output) = child.stdout.take() {
@@ -196,7 +197,7 @@ pub(crate) fn set_up(child: &mut Child, name: &str) -> Result<()> {
 impl Drop for Holder {
     fn drop(&mut self) {
         if !self.kept {
-            // Errors mean that it has ended already.
+            // An error means that it has terminated already.
             let _ = self.child.kill();
             let _ = self.child.wait();
         }

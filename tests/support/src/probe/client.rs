@@ -1,4 +1,4 @@
-//! The asking side.
+//! Clients.
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -9,41 +9,41 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What one question showed.
+/// The result of one exchange.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
-    /// Address this side used.
+    /// The client's address.
     pub local: SocketAddr,
-    /// Address that the other side saw.
+    /// The client's address as seen by the server.
     pub seen_as: SocketAddr,
-    /// Address that the answer came from.
+    /// The address that the answer came from.
     pub answered_by: SocketAddr,
 }
 
-/// What became of a stream.
+/// The result of a stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamReport {
     /// Messages sent.
     pub sent: u64,
-    /// Messages that came back.
+    /// Messages received back.
     pub received: u64,
-    /// Longest time between two messages that came back, in milliseconds.
+    /// Longest time between two received messages, in milliseconds.
     pub longest_gap_ms: u64,
-    /// Address that the other side saw first.
+    /// The client's address as first seen by the server.
     pub seen_as: Option<SocketAddr>,
-    /// What ended the stream before its time.
+    /// What terminated the stream prematurely.
     pub error: Option<String>,
 }
 
 impl StreamReport {
-    /// Messages that did not come back.
+    /// Messages not received back.
     #[must_use]
     pub fn lost(&self) -> u64 {
         self.sent.saturating_sub(self.received)
     }
 }
 
-/// What an HTTP server answered.
+/// The answer of an HTTP server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HttpAnswer {
     /// The status code.
@@ -55,7 +55,7 @@ pub struct HttpAnswer {
 /// `GET path`, as HTTP/1.0, so that the answer ends with the connection.
 ///
 /// # Errors
-/// When the connection fails or the answer is no HTTP.
+/// The connection fails or the answer is not HTTP.
 pub fn ask_http(to: SocketAddr, path: &str, timeout: Duration) -> anyhow::Result<HttpAnswer> {
     let mut stream = TcpStream::connect_timeout(&to, timeout)?;
     stream.set_read_timeout(Some(timeout))?;
@@ -71,10 +71,10 @@ fn any(port: u16) -> SocketAddr {
     SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), port)
 }
 
-/// One TCP connection: who am I to you?
+/// One TCP connection, to ask for the client's address as seen by the server.
 ///
 /// # Errors
-/// When the connection fails or the answer is no address.
+/// The connection fails or the answer is not an address.
 pub fn ask_tcp(to: SocketAddr, timeout: Duration) -> anyhow::Result<Answer> {
     let mut stream = TcpStream::connect_timeout(&to, timeout)?;
     stream.set_read_timeout(Some(timeout))?;
@@ -85,10 +85,11 @@ pub fn ask_tcp(to: SocketAddr, timeout: Duration) -> anyhow::Result<Answer> {
     Ok(Answer { local: stream.local_addr()?, seen_as: line.trim().parse()?, answered_by: stream.peer_addr()? })
 }
 
-/// One UDP datagram: who am I to you? The answer may come from any address; which one is reported.
+/// One UDP datagram, to ask for the client's address as seen by the server. The answer may come from any address, which
+/// is reported.
 ///
 /// # Errors
-/// When no answer arrives or it holds no address.
+/// No answer arrives, or it is not an address.
 pub fn ask_udp(to: SocketAddr, from_port: u16, timeout: Duration) -> anyhow::Result<Answer> {
     let socket = UdpSocket::bind(any(from_port))?;
     socket.set_read_timeout(Some(timeout))?;
@@ -154,11 +155,11 @@ fn stream_tcp_inner(
     Ok(())
 }
 
-/// Sends numbered UDP datagrams at a steady rate until `stop` is set, and counts those that come back, waiting one second
-/// for the last ones.
+/// Sends numbered UDP datagrams at a steady rate until `stop` is set, and counts those received back, waiting one
+/// second for the last ones.
 ///
 /// # Errors
-/// When the socket cannot be made.
+/// The socket cannot be created.
 pub fn stream_udp(to: SocketAddr, per_second: u32, stop: &AtomicBool) -> anyhow::Result<StreamReport> {
     let socket = UdpSocket::bind(any(0))?;
     socket.connect(to)?;
@@ -190,7 +191,7 @@ pub fn stream_udp(to: SocketAddr, per_second: u32, stop: &AtomicBool) -> anyhow:
     while !stop.load(Ordering::Relaxed) {
         match socket.send(&sent.to_be_bytes()) {
             Ok(_) => {}
-            // The other side's refusal of an earlier datagram: that one is lost, this one still goes out.
+            // An ICMP error for an earlier datagram: that one is lost, this one is still sent.
             Err(refused) if refused.kind() == std::io::ErrorKind::ConnectionRefused => {}
             Err(other) => {
                 error = Some(other.to_string());
@@ -198,7 +199,7 @@ pub fn stream_udp(to: SocketAddr, per_second: u32, stop: &AtomicBool) -> anyhow:
             }
         }
         sent += 1;
-        // The next one is due at a fixed time, whatever this one took.
+        // Sending times are fixed, independent of the duration of earlier sends.
         let due = pause * u32::try_from(sent).unwrap_or(u32::MAX);
         thread::sleep(due.saturating_sub(start.elapsed()));
     }

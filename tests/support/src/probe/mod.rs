@@ -1,9 +1,8 @@
-//! Small TCP and UDP servers and clients that say what they saw: the source address of a packet, and what of a stream
-//! got lost.
+//! Small TCP and UDP servers and clients that report what they observe: the source address of packets, and losses in a
+//! stream.
 //!
-//! They run as a process of their own (`cistern-probe`), so that a test or the demo can put them into a network
-//! namespace. What they do not prove: nothing here looks at headers, so a checksum that only a strict receiver refuses
-//! is for the tests under `tests/ebpf`.
+//! They run as a separate process (`cistern-probe`), so that a test or the demo can start them in a network namespace.
+//! They do not check packet headers; checksums that only a strict receiver would reject are covered by `tests/ebpf`.
 
 mod client;
 mod server;

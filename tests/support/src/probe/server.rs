@@ -1,16 +1,16 @@
-//! The answering side.
+//! Servers.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::thread;
 
-/// Serves TCP and UDP on `address` for ever.
+/// Serves TCP and UDP on `address` forever.
 ///
-/// A TCP client is first told its own address as seen here, in one line; then every byte comes back. A UDP datagram comes
-/// back behind a line with the sender's address. Both are answered by the address that was spoken to.
+/// A TCP client first receives its own address as seen here, in one line; then every byte is echoed. A UDP datagram is
+/// echoed after a line with the sender's address. Answers are sent from the address that the client addressed.
 ///
 /// # Errors
-/// When a socket cannot be bound.
+/// A socket cannot be bound.
 pub fn serve(address: SocketAddr) -> anyhow::Result<()> {
     let tcp = TcpListener::bind(address)?;
     let udp = UdpSocket::bind(address)?;
@@ -20,7 +20,7 @@ pub fn serve(address: SocketAddr) -> anyhow::Result<()> {
         while let Ok((length, peer)) = udp.recv_from(&mut buffer) {
             let mut answer = format!("{peer}\n").into_bytes();
             answer.extend_from_slice(buffer.get(..length).unwrap_or_default());
-            // A peer that is gone is no reason to stop serving the others.
+            // The loss of a peer must not stop the service for others.
             let _ = udp.send_to(&answer, peer);
         }
     });

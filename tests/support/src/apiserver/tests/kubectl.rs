@@ -1,4 +1,4 @@
-//! `kubectl` is the one client here that nobody of us wrote. It must be installed; `cargo xtask setup` does it.
+//! `kubectl` against the small API server. `cargo xtask setup` installs it.
 
 use std::path::Path;
 use std::process::{Output, Stdio};

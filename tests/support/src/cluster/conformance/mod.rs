@@ -1,5 +1,4 @@
-//! Kubernetes' own end-to-end suite, as far as it is about the network: which of its specs are run, with which images,
-//! and what became of them.
+//! Kubernetes' network e2e specs: selection, images, run and result.
 
 mod report;
 mod selection;
@@ -19,16 +18,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// Specs that run at once, for each processor: most of them wait most of the time.
+/// Parallel specs per processor: they mostly wait.
 const SPECS_PER_PROCESSOR: usize = 3;
 
-/// A run takes at most this long.
+/// Timeout of a run.
 const TIMEOUT: &str = "2h";
 
-/// Names the file that gives registries other names. Unlike the flag, it is read before specs name their images.
+/// Names the file with replacement registries. Unlike the flag, it is read before specs construct image names.
 const REGISTRIES_OF_SUITE: &str = "KUBE_TEST_REPO_LIST";
 
-/// The registries that the suite knows, by their keys in the file that gives them others. All of them are this machine.
+/// The suite's registries, by their keys in that file. All are replaced by `localhost`.
 const REGISTRIES: [&str; 9] = [
     "promoterE2eRegistry",
     "buildImageRegistry",
@@ -41,30 +40,30 @@ const REGISTRIES: [&str; 9] = [
     "cloudProviderGcpRegistry",
 ];
 
-/// Kubernetes' suite and what is run of it.
+/// Kubernetes' test suite and the selected specs.
 #[derive(Debug)]
 pub struct Suite {
     binaries: Binaries,
     selection: Selection,
-    /// Where log and report go.
+    /// Directory of log and report.
     directory: PathBuf,
-    /// The file that names registries.
+    /// The file with the registries.
     registries: PathBuf,
 }
 
 impl Suite {
-    /// Nodes that its specs ask for: one of them wants three, and some as many zones.
+    /// Nodes required by its specs: one needs three, and some as many zones.
     pub const NODES: u8 = 3;
 
-    /// Builds what is missing of the suite for a release of Kubernetes, and chooses the specs: all of the network group but
-    /// those that `tests/conformance/left-out.yaml` names; of these the ones that match `focus`. Log and report will be in
-    /// `directory`.
+    /// Builds the missing parts of the suite for a version of Kubernetes, and selects the specs: all of the network
+    /// group that `tests/conformance/left-out.yaml` does not exclude and that match `focus`. Log and report are written
+    /// to `directory`.
     ///
     /// # Errors
-    /// When a build fails, the list has an entry that leaves out nothing, or `focus` matches nothing.
+    /// A build fails, an entry of the list excludes nothing, or `focus` matches nothing.
     pub fn new(release: &str, focus: Option<&Regex>, directory: &Path) -> Result<Self> {
         let binaries = Binaries::new(release)?;
-        // The suite's processes work in other folders.
+        // The suite's processes have other working directories.
         let directory = std::path::absolute(directory)?;
         fs::create_dir_all(&directory).with_context(|| format!("make {}", directory.display()))?;
         let registries = directory.join("registries.yaml");
@@ -82,10 +81,10 @@ impl Suite {
         Ok(Self { binaries, selection, directory, registries })
     }
 
-    /// Runs the chosen specs in a cluster, and prints what became of them. Whether all of them passed.
+    /// Runs the selected specs in a cluster, and prints the result. Returns whether all passed.
     ///
     /// # Errors
-    /// When the suite cannot be run, or leaves no report.
+    /// The suite cannot be run, or writes no report.
     pub fn run(&self, cluster: &Cluster) -> Result<bool> {
         self.load_images(cluster)?;
         cluster.route_pods()?;
@@ -125,7 +124,7 @@ impl Suite {
         Ok(outcome.failed.is_empty())
     }
 
-    /// Gives every node the images under the names that the suite has for them.
+    /// Loads the images on every node, under the suite's names for them.
     fn load_images(&self, cluster: &Cluster) -> Result<()> {
         let images = images::of_conformance(&self.binaries)?;
         let mut list = Command::new(self.binaries.find("e2e.test")?);
@@ -150,7 +149,8 @@ impl Suite {
         })
     }
 
-    /// Runs ginkgo, and prints a line for each spec that ends; all that it says goes into the log. Whether it succeeded.
+    /// Runs ginkgo, and prints a line for each completed spec; its output goes to the log. Returns whether it
+    /// succeeded.
     fn run_ginkgo(&self, cluster: &Cluster, log: &Path) -> Result<bool> {
         let processors = std::thread::available_parallelism()?.get();
         let mut ginkgo = cluster.client(self.binaries.find("ginkgo")?)?;
@@ -162,7 +162,7 @@ impl Suite {
             .arg("--json-report=report.json")
             .arg(self.binaries.find("e2e.test")?)
             .args(["--", "--provider=skeleton"])
-            // Only the first of ginkgo's processes would count them.
+            // Otherwise only the first of ginkgo's processes would count them.
             .arg(format!("--num-nodes={}", cluster.spec().nodes))
             .arg(format!("--kubeconfig={}", kubeconfig().display()))
             .arg(format!("--e2e-output-dir={}", self.directory.display()))
@@ -177,7 +177,7 @@ impl Suite {
         let mut progress = Progress::new(self.selection.chosen.len())?;
         let mut reader = BufReader::new(child.stdout.take().context("ginkgo has no output")?);
         let mut line = Vec::new();
-        // What a spec prints need not be text.
+        // The output of a spec need not be UTF-8.
         while reader.read_until(b'\n', &mut line)? > 0 {
             file.write_all(&line)?;
             if let Some(told) = progress.read(String::from_utf8_lossy(&line).trim_end()) {
@@ -208,7 +208,7 @@ impl Suite {
     }
 }
 
-/// Which of our images stands for one of the suite's, where one does.
+/// Our replacement for one of the suite's images, if there is one.
 fn image_for(name: &str) -> Option<&'static str> {
     let (_, file) = name.rsplit_once('/')?;
     match file.split_once(':')?.0 {

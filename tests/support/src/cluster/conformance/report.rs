@@ -1,4 +1,4 @@
-//! What ginkgo says of a run: lines while it goes on, a report in JSON at the end. Pure.
+//! Parsing of ginkgo's output: lines during a run, a JSON report at the end. Pure.
 
 use super::selection::NETWORK;
 use anyhow::{Context, Result};
@@ -39,13 +39,13 @@ impl Spec {
         texts.filter(|text| !text.is_empty()).map(String::as_str).collect::<Vec<_>>().join(" ")
     }
 
-    /// What its outermost container is about.
+    /// The subject of its outermost container.
     fn group(&self) -> String {
         let outermost = self.container_hierarchy_texts.iter().flatten().next();
         outermost.map_or("", String::as_str).trim_start_matches(NETWORK).to_owned()
     }
 
-    /// The first line of what went wrong, or why it was skipped.
+    /// The first line of the failure, or the reason for skipping.
     fn message(&self) -> &str {
         self.failure.as_ref().and_then(|failure| failure.message.lines().next()).unwrap_or_default()
     }
@@ -58,20 +58,20 @@ pub(super) struct Count {
     pub(super) passed: usize,
 }
 
-/// What became of the chosen specs.
+/// Results of the selected specs.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
     pub(super) groups: BTreeMap<String, Count>,
     pub(super) passed: usize,
-    /// What did not pass, and why.
+    /// Specs that did not pass, and why.
     pub(super) failed: Vec<(String, String)>,
-    /// The specs that took longest come first.
+    /// The slowest specs first.
     pub(super) times: Vec<(Duration, String)>,
 }
 
 impl Outcome {
-    /// Judges a run by its report. All of the chosen ones must have passed: one that skips itself belongs into the list of
-    /// those left out, with the reason.
+    /// Evaluates a report. All selected specs must have passed: one that skips itself belongs in the list of excluded
+    /// specs, with the reason.
     pub(super) fn new(report: &str, chosen: &BTreeSet<String>) -> Result<Self> {
         let suites: Vec<Report> = serde_json::from_str(report).context("ginkgo's report")?;
         let mut outcome = Self::default();
@@ -115,7 +115,7 @@ impl Outcome {
     }
 }
 
-/// Tells of each spec when ginkgo prints that it has ended.
+/// Reports each completed spec from ginkgo's output.
 #[derive(Debug)]
 pub(super) struct Progress {
     header: Regex,
@@ -126,14 +126,14 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// For a run of so many specs.
+    /// For a run of this many specs.
     pub(super) fn new(all: usize) -> Result<Self> {
         // `• [1.234 seconds]`, `• [FAILED] [1.234 seconds]`, `S [SKIPPED] [0.123 seconds]`
         let header = Regex::new(r"^[•S] (?:\[([A-Z]+)!?\] )?\[(\d+\.\d)\d* seconds\]$")?;
         Ok(Self { header, all, done: 0, ended: None })
     }
 
-    /// Takes a line of what is printed, and returns what to say of it.
+    /// Parses a line of output, and returns what to print.
     pub(super) fn read(&mut self, line: &str) -> Option<String> {
         if let Some((outcome, seconds)) = self.ended.take() {
             self.done += 1;
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_run_or_skips_itself_has_not_passed() {
+    fn specs_that_are_not_run_or_skip_themselves_have_not_passed() {
         let specs = [spec("Topology", "should spread", "skipped", "needs zones")];
         let outcome = judged(&specs, &["Topology should spread", "DNS should work"]);
         assert_eq!(outcome.passed, 0);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_suite_that_breaks_is_a_failure_of_its_own() {
+    fn a_failure_of_the_suite_is_reported() {
         let before = json!({
             "ContainerHierarchyTexts": null, "LeafNodeType": "SynchronizedBeforeSuite", "LeafNodeText": "",
             "State": "failed", "RunTime": 1, "Failure": {"Message": "no node is Ready"},

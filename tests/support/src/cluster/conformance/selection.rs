@@ -1,44 +1,44 @@
-//! Which specs of the suite are run. Pure.
+//! Selection of the suite's specs. Pure.
 
 use anyhow::{Context, Result, ensure};
 use regex::Regex;
 use serde::Deserialize;
 use std::collections::BTreeSet;
 
-/// What the specs of Kubernetes' network group begin with.
+/// Prefix of the names of Kubernetes' network specs.
 pub(super) const NETWORK: &str = "[sig-network] ";
 
-/// A pattern of specs that are not run.
+/// A pattern of excluded specs.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct LeftOut {
-    /// A regular expression, somewhere in a spec's name.
+    /// A regular expression, matched anywhere in a spec's name.
     pattern: String,
-    /// Why they are not run.
+    /// Why they are excluded.
     reason: String,
-    /// The one release of Kubernetes whose suite has them, such as `1.34`; absent for every release.
+    /// The only Kubernetes version whose suite has them, such as `1.34`; absent for all versions.
     release: Option<String>,
 }
 
-/// A reason and how many specs it leaves out.
+/// A reason and the number of specs excluded by it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Reason {
     pub(super) text: String,
     pub(super) specs: usize,
 }
 
-/// What is run and what is not.
+/// The selection.
 #[derive(Debug)]
 pub(super) struct Selection {
     /// Names of the specs to run.
     pub(super) chosen: BTreeSet<String>,
-    /// Why others are left out, in the list's order.
+    /// Reasons for exclusion, in the list's order.
     pub(super) left_out: Vec<Reason>,
 }
 
 impl Selection {
-    /// Chooses the specs that no pattern of the `list` (YAML) matches, for a release. Each pattern has to leave out a spec that none before
-    /// it does: what the suite has no more, or never had, is no reason.
+    /// Selects the specs that no pattern of `list` (YAML) for this version matches. Each pattern must exclude a spec
+    /// that no earlier one does, so that the list has no stale patterns.
     pub(super) fn new(specs: BTreeSet<String>, list: &str, release: &str) -> Result<Self> {
         let list: Vec<LeftOut> = serde_saphyr::from_str(list)?;
         let mut chosen = specs;
@@ -58,26 +58,27 @@ impl Selection {
         Ok(Self { chosen, left_out })
     }
 
-    /// Keeps the chosen ones that match.
+    /// Keeps only the selected specs that match.
     pub(super) fn focus(&mut self, focus: &Regex) -> Result<()> {
         self.chosen.retain(|name| focus.is_match(name));
         ensure!(!self.chosen.is_empty(), "no spec that is run matches {:?}", focus.as_str());
         Ok(())
     }
 
-    /// How many specs are left out.
+    /// The number of excluded specs.
     pub(super) fn left_out(&self) -> usize {
         self.left_out.iter().map(|reason| reason.specs).sum()
     }
 
-    /// A regular expression of exactly the chosen ones. They all begin alike, so none is the end of another.
+    /// A regular expression that matches exactly the selected specs. All names have the same prefix, so none is a
+    /// suffix of another.
     pub(super) fn expression(&self) -> String {
         let names: Vec<String> = self.chosen.iter().map(|name| regex::escape(name)).collect();
         format!("(?:{})$", names.join("|"))
     }
 }
 
-/// The network group's specs in what `e2e.test --list-tests` prints: lines of a place in the source and a name.
+/// The network specs in the output of `e2e.test --list-tests`: lines of a source position and a name.
 pub(super) fn specs(list: &str) -> BTreeSet<String> {
     let names = list.lines().filter_map(|line| line.split_once(": ").map(|(_, name)| name));
     names.filter(|name| name.starts_with(NETWORK)).map(str::to_owned).collect()
@@ -128,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pattern_of_another_release_is_no_matter() {
+    fn a_pattern_for_another_version_is_ignored() {
         let list = "- {pattern: Services, reason: not ready, release: '1.34'}";
         assert_eq!(Selection::new(specs(LIST), list, "1.36").unwrap().left_out(), 0);
         assert_eq!(Selection::new(specs(LIST), list, "1.34").unwrap().left_out(), 2);
@@ -154,7 +155,7 @@ mod tests {
         for LeftOut { pattern, reason, release } in list {
             assert!(Regex::new(&pattern).is_ok() && !reason.trim().is_empty(), "{pattern}");
             assert!(release.is_none_or(|release| Binaries::new(&release).is_ok()), "{pattern}");
-            // What has to be in the run.
+            // These must be selected.
             for name in
                 ["Networking Granular Checks: Pods should function for intra-pod communication: http", "NoSNAT Should"]
             {
