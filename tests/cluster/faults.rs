@@ -1,4 +1,4 @@
-//! What goes wrong in a cluster.
+//! Failures in a cluster.
 
 use crate::rig::{LONG, NAMESPACE, Rig, SYSTEM, text};
 use crate::traffic::Traffic;
@@ -8,7 +8,7 @@ use kube::api::ListParams;
 use serde_json::Value;
 use std::time::Duration;
 
-/// Where the API server has the nodes as Cistern describes them.
+/// Path of the CiliumNodes in the API.
 const CILIUM_NODES: &str = "/apis/cilium.io/v2/ciliumnodes";
 
 pub(crate) fn agent_deleted() -> Result<()> {
@@ -25,7 +25,7 @@ pub(crate) fn agent_deleted() -> Result<()> {
     rig.addresses_agree()
 }
 
-/// Where an agent may run while one is to be away.
+/// Template of the DaemonSet while an agent is to be absent from a node.
 const AWAY: &str = r#"{"spec":{"template":{"spec":{"nodeSelector":{"agent":"here"}}}}}"#;
 const BACK: &str = r#"{"spec":{"template":{"spec":{"nodeSelector":{"agent":null}}}}}"#;
 
@@ -43,23 +43,23 @@ pub(crate) fn agent_away() -> Result<()> {
     wait_for("the agent of node-1 to be gone", || {
         Ok(rig.system(&[&["get", "pods"], &selector[..], &on_node].concat())?.is_empty())
     })?;
-    // Its DEL succeeds without the agent: kubelet lets the pod go.
+    // Its DEL succeeds without the agent, so that kubelet completes the deletion of the pod.
     rig.kubectl(&["delete", "pod/early", LONG])?;
     rig.make_pod("late", "node-1")?;
-    let mut told = String::new();
-    wait_for("an event that tells what the pod waits for", || {
+    let mut message = String::new();
+    wait_for("an event with the reason why the pod waits", || {
         let of = "involvedObject.name=late,reason=FailedCreatePodSandBox";
         let events = rig.list(NAMESPACE, "events", &ListParams::default().fields(of))?;
-        told = events.iter().map(|event| text(event, "/message").to_owned()).collect();
-        Ok(!told.is_empty())
+        message = events.iter().map(|event| text(event, "/message").to_owned()).collect();
+        Ok(!message.is_empty())
     })?;
-    ensure!(told.contains("agent"), "kubelet tells: {told}");
+    ensure!(message.contains("agent"), "kubelet's message: {message}");
 
     rig.system(&["patch", "daemonset/cistern", "--patch", BACK])?;
     rig.agents_are_ready()?;
     rig.pod_is_ready("late")?;
-    // The DEL was not lost: the address is free, or rests.
-    wait_for("the address of the deleted pod to be given back", || {
+    // The DEL was not lost: the address is free or quarantined.
+    wait_for("the address of the deleted pod to be released", || {
         let held = rig.cistern("node-1", &["ip", "list"])?;
         let rows = held.as_array().into_iter().flatten();
         let mut of_early = rows.filter(|row| text(row, "/address") == address.to_string());
@@ -122,7 +122,7 @@ pub(crate) fn reboot() -> Result<()> {
     Traffic::start(&rig, &pods)?.finish()
 }
 
-/// How often each container of the web pods of a node was started again.
+/// The number of restarts of each container of a node's web pods.
 fn restarts(rig: &Rig, node: &str) -> Result<Vec<u64>> {
     let list = rig.list(NAMESPACE, "pods", &ListParams::default().labels("app=web"))?;
     let on_node = list.iter().filter(|pod| text(pod, "/spec/nodeName") == node);
@@ -131,7 +131,7 @@ fn restarts(rig: &Rig, node: &str) -> Result<Vec<u64>> {
         .collect())
 }
 
-/// Who leads the operators.
+/// The leader of the operators.
 pub(crate) fn leader(rig: &Rig) -> Result<String> {
     let lease =
         rig.cluster.get(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/cistern-operator"))?;
@@ -150,7 +150,7 @@ pub(crate) fn leader_killed() -> Result<()> {
     });
     let pod = text(pod.with_context(|| format!("the leader {first:?} is no operator of {list:#?}"))?, "/metadata/name");
     rig.system(&["delete", "pod", pod, "--grace-period=0", "--force", LONG])?;
-    wait_for("another leader", || {
+    wait_for("a new leader", || {
         let now = leader(&rig)?;
         Ok(!now.is_empty() && now != first)
     })?;
@@ -165,12 +165,12 @@ pub(crate) fn node_deleted() -> Result<()> {
     let of_its_name = ListParams::default().fields("metadata.name=node-2");
     node.kill(Daemon::Kubelet)?;
     rig.cluster.kubectl(&["delete", "node/node-2", LONG])?;
-    wait_for("its CiliumNode to be gone", || {
+    wait_for("the deletion of its CiliumNode", || {
         let left = rig.cluster.list(CILIUM_NODES, &of_its_name)?;
         Ok(left.is_empty())
     })?;
     rig.cluster.start("node-2", Daemon::Kubelet)?;
-    wait_for("the node to be there again", || {
+    wait_for("the node to be registered again", || {
         let (nodes, cilium_nodes) =
             (rig.cluster.list("/api/v1/nodes", &of_its_name)?, rig.cluster.list(CILIUM_NODES, &of_its_name)?);
         Ok(nodes.len() == 1 && cilium_nodes.len() == 1)

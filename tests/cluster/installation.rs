@@ -1,4 +1,4 @@
-//! Helm: another version and back, off, on again, in another mode.
+//! Helm: upgrade, rollback, uninstall, reinstallation, another IPAM mode.
 
 use crate::rig::{LONG, Rig, SYSTEM, image, text};
 use crate::traffic::Traffic;
@@ -43,11 +43,11 @@ pub(crate) fn uninstall() -> Result<()> {
     let routers: Vec<(Machine, Ipv4Addr)> =
         rig.cluster.nodes()?.into_iter().map(|node| Ok((node.clone(), router(&node)?))).collect::<Result<_>>()?;
     rig.cluster.helm(&["uninstall", "cistern", "--namespace", SYSTEM, "--wait", LONG])?;
-    // Helm does not wait for pods that end.
+    // Helm does not wait for pods to terminate.
     let selector = ["--selector", "app.kubernetes.io/part-of=cistern", "--output", "name"];
     let made = ["get", "lease/cistern-operator", "configmap/cistern-ipam", "configmap/cilium-config"];
     let mut left = String::new();
-    wait_for("every object of Cistern to be gone", || {
+    wait_for("the deletion of all objects of Cistern", || {
         left = rig.system(&[&["get", "all,configmaps,leases,serviceaccounts"], &selector[..]].concat())?;
         left += &rig.system(&[&made[..], &["--ignore-not-found", "--output", "name"]].concat())?;
         Ok(left.is_empty())
@@ -55,7 +55,7 @@ pub(crate) fn uninstall() -> Result<()> {
     .with_context(|| format!("there are {left}"))?;
     for (node, router) in routers {
         clean(&rig, &node, router)?;
-        // What runs goes on: the node reaches its pods.
+        // The network of running pods continues to work: the node reaches its pods.
         for pod in pods.iter().filter(|pod| pod.node.name() == node.name()) {
             node.run("curl", &["--silent", "--fail", "--max-time", "20", &format!("http://{}:8080/", pod.address)])?;
         }
@@ -63,7 +63,7 @@ pub(crate) fn uninstall() -> Result<()> {
     Ok(())
 }
 
-/// The address that Cistern put on the node's loopback device.
+/// The address that the agent added to the node's loopback device.
 fn router(node: &Machine) -> Result<Ipv4Addr> {
     let text = node.run("ip", &["-4", "-oneline", "address", "show", "dev", "lo"])?;
     let ours = text.lines().filter(|line| !line.contains("127.0.0.1")).collect::<Vec<_>>();
@@ -72,7 +72,7 @@ fn router(node: &Machine) -> Result<Ipv4Addr> {
     Ok(address.context("ip prints another format")?.parse()?)
 }
 
-/// Nothing of Cistern is on the node, but for the interfaces of pods that run.
+/// Only the interfaces of running pods are left of Cistern on the node.
 fn clean(rig: &Rig, node: &Machine, router: Ipv4Addr) -> Result<()> {
     let name = node.name();
     let names = |path: &str| -> Result<Vec<String>> {
@@ -80,20 +80,20 @@ fn clean(rig: &Rig, node: &Machine, router: Ipv4Addr) -> Result<()> {
         entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
     };
     ensure!(!node.file("/sys/fs/bpf/cistern")?.exists(), "{name}: maps are pinned");
-    ensure!(names("/etc/cni/net.d")?.is_empty(), "{name}: a network configuration is left");
+    ensure!(names("/etc/cni/net.d")?.is_empty(), "{name}: a network configuration remains");
     let plugins = names("/opt/cni/bin")?;
     ensure!(
         !plugins.iter().any(|plugin| plugin.contains("cistern") || plugin.contains("cilium")),
         "{name}: {plugins:?}"
     );
     let lo = node.run("ip", &["-4", "-oneline", "address", "show", "dev", "lo"])?;
-    ensure!(!lo.contains(&router.to_string()), "{name}: the router's address is left: {lo}");
+    ensure!(!lo.contains(&router.to_string()), "{name}: the router's address remains: {lo}");
     let attached = node.run("bpftool", &["net", "show"])?;
     ensure!(!attached.contains("cst_") && !attached.contains("cistern"), "{name}: programs are attached: {attached}");
     let routes = node.run("ip", &["-4", "route", "show", "table", "all"])?;
     let routes = routes.lines().filter(|line| line.contains("10.244."));
     let unwanted: Vec<&str> = routes.filter(|line| !line.contains("dev cst")).collect();
-    ensure!(unwanted.is_empty(), "{name}: routes are left: {unwanted:?}");
+    ensure!(unwanted.is_empty(), "{name}: routes remain: {unwanted:?}");
     let running = rig.cluster.kubectl(&[
         "get",
         "pods",
@@ -113,15 +113,15 @@ pub(crate) fn install_again() -> Result<()> {
     let rig = Rig::without_cistern(Ipam::ClusterPool)?;
     let before = rig.pods("app=web")?;
     rig.system(&["delete", "configmap/cistern-ipam", "--ignore-not-found"])?;
-    // This time the agents lead, with the rights that the chart gives them for that.
+    // Now the agents run the operator's controllers, with the chart's permissions for that.
     rig.install(&["operator.inDaemonSet=true".to_owned()])?;
     let deployments = rig.system(&["get", "deployments", "--output", "name"])?;
     ensure!(!deployments.contains("cistern"), "there are {deployments}");
-    wait_for("an agent to lead", || {
+    wait_for("an agent to become leader", || {
         let leader = faults::leader(&rig)?;
         Ok(rig.cluster.spec().node_names()?.iter().any(|node| leader.starts_with(node.as_str())))
     })?;
-    wait_for("the leader to record the blocks", || {
+    wait_for("the leader to record the pod CIDRs", || {
         let records = rig.system(&["get", "configmap/cistern-ipam", "--output", r"jsonpath={.data.blocks\.json}"])?;
         Ok(rig.cluster.spec().node_names()?.iter().all(|node| records.contains(&format!("{node:?}"))))
     })?;
@@ -140,7 +140,7 @@ pub(crate) fn kubernetes_mode() -> Result<()> {
     let pods = rig.web()?;
     for node in rig.cluster.spec().node_names()? {
         let given = rig.cluster.kubectl(&["get", "node", &node, "--output", "jsonpath={.spec.podCIDRs[*]}"])?;
-        wait_for("the mirrored block", || {
+        wait_for("the mirrored pod CIDR", || {
             Ok(rig.cluster.blocks(&node)?.iter().map(ToString::to_string).eq([given.as_str()]))
         })?;
         wait_for("the annotation of the Node", || {
@@ -160,13 +160,13 @@ pub(crate) fn kubernetes_mode() -> Result<()> {
 pub(crate) fn down() -> Result<()> {
     cluster::down()?;
     let mounts = std::fs::read_to_string("/proc/mounts")?;
-    ensure!(!mounts.contains(cluster::DIRECTORY), "mounts are left: {mounts}");
-    ensure!(!Path::new(cluster::DIRECTORY).exists(), "{} is left", cluster::DIRECTORY);
+    ensure!(!mounts.contains(cluster::DIRECTORY), "mounts remain: {mounts}");
+    ensure!(!Path::new(cluster::DIRECTORY).exists(), "{} remains", cluster::DIRECTORY);
     for entry in std::fs::read_dir("/sys/fs/cgroup")?.flatten() {
         let group = entry.path().join(cluster::cgroup::ROOT);
-        ensure!(!group.exists(), "{} is left", group.display());
+        ensure!(!group.exists(), "{} remains", group.display());
     }
-    ensure!(!Path::new("/sys/fs/cgroup").join(cluster::cgroup::ROOT).exists(), "a control group is left");
-    ensure!(image().exists(), "the image is gone");
+    ensure!(!Path::new("/sys/fs/cgroup").join(cluster::cgroup::ROOT).exists(), "a control group remains");
+    ensure!(image().exists(), "the image was deleted");
     Ok(())
 }

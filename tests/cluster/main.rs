@@ -1,7 +1,7 @@
-//! Cistern in a real Kubernetes cluster: kubelets call the plugin, the chart installs it, pods speak.
+//! Cistern in a real Kubernetes cluster: kubelets call the plugin, the chart installs it, pods send traffic.
 //!
-//! There is one cluster, so the cases run one after the other, in the order below. Each brings up what it misses and
-//! leaves the cluster whole. The last ones take Cistern off and the cluster down.
+//! The cases share one cluster, so they run sequentially, in the order below. Each creates what it needs and leaves the
+//! cluster intact. The last ones uninstall Cistern and delete the cluster.
 
 mod faults;
 mod installation;
@@ -16,15 +16,15 @@ use std::process::ExitCode;
 
 type Case = (&'static str, When, fn() -> Result<()>);
 
-/// In which runs a case is included. A case that is asked for by name always is.
+/// The runs that include a case. A case selected by name is always included.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
     Always,
-    /// It takes long, and its parts are proven by others.
+    /// It takes long, and others cover its parts.
     Thorough,
 }
 
-/// Each with whether every run includes it, or thorough ones only.
+/// The cases, and the runs that include them.
 const CASES: [Case; 16] = [
     ("pods_have_an_address_of_their_nodes_block", When::Always, network::addresses),
     ("pods_and_services_reach_each_other", When::Always, network::inside),

@@ -1,4 +1,4 @@
-//! What a cluster's network is for.
+//! The pod network.
 
 use crate::rig::{LONG, NAMESPACE, PROBE, Pod, Rig, WEB_NODE_PORT, WEB_SERVICE, answer, text};
 use crate::traffic::{self, PORT};
@@ -9,20 +9,20 @@ use kube::api::ListParams;
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
 
-/// Port of the pods of the Deployment.
+/// Port of the Deployment's pods.
 const HTTP: u16 = 8080;
 
 pub(crate) fn addresses() -> Result<()> {
     let rig = Rig::new()?;
     let blocks = [rig.cluster.blocks("node-1")?, rig.cluster.blocks("node-2")?];
-    ensure!(blocks.iter().all(|blocks| blocks.len() == 1) && blocks[0] != blocks[1], "the blocks are {blocks:?}");
+    ensure!(blocks.iter().all(|blocks| blocks.len() == 1) && blocks[0] != blocks[1], "the pod CIDRs are {blocks:?}");
     rig.web()?;
     rig.addresses_agree()?;
-    nodes_say_that_they_are_ready(&rig)
+    nodes_report_that_they_are_ready(&rig)
 }
 
-fn nodes_say_that_they_are_ready(rig: &Rig) -> Result<()> {
-    // The condition follows the agent's state some seconds later.
+fn nodes_report_that_they_are_ready(rig: &Rig) -> Result<()> {
+    // The condition follows the agent's state with some seconds' delay.
     wait_for("cistern.io/Ready on every node", || {
         let nodes = rig.cluster.list("/api/v1/nodes", &ListParams::default())?;
         Ok(nodes.iter().all(|node| {
@@ -41,7 +41,7 @@ pub(crate) fn inside() -> Result<()> {
     for from in pods.iter().step_by(2) {
         services(&rig, from, &pods)?;
     }
-    // The nodes' port, from outside, at every node.
+    // The NodePort, from outside, on every node.
     let outside = rig.cluster.machine("outside")?;
     for node in rig.cluster.nodes()? {
         let mut ask = outside.command_in_network(PROBE)?;
@@ -52,7 +52,7 @@ pub(crate) fn inside() -> Result<()> {
     Ok(())
 }
 
-/// Under its own address; and every node reaches it.
+/// With its own address; and every node reaches it.
 pub(crate) fn every_pod_reaches_every_pod(rig: &Rig, pods: &[Pod]) -> Result<()> {
     for from in pods {
         for to in pods {
@@ -61,13 +61,13 @@ pub(crate) fn every_pod_reaches_every_pod(rig: &Rig, pods: &[Pod]) -> Result<()>
             let seen = seen.body.rsplit_once(':').map(|(address, _)| address.to_owned());
             ensure!(seen == Some(from.address.to_string()), "{to} sees {from} as {seen:?}");
         }
-        // A node reaches the pods of every node, as kubelets and the API server do.
+        // Nodes reach the pods of all nodes, as kubelets and the API server do.
         for node in rig.cluster.nodes()? {
             let mut ask = node.command_in_network(PROBE)?;
             let seen: HttpAnswer =
                 answer(ask.args(["ask-http", &format!("{}:{HTTP}", from.address), "/clientip"]), node.name())?;
             let wanted = format!("{}:", node.address()?);
-            // A node speaks to its own pods under its router address.
+            // A node connects to its own pods with its router address.
             let own = node.name() == from.node.name();
             ensure!(own || seen.body.starts_with(&wanted), "{from} sees {} as {}", node.name(), seen.body);
         }
@@ -78,9 +78,9 @@ pub(crate) fn every_pod_reaches_every_pod(rig: &Rig, pods: &[Pod]) -> Result<()>
 /// Through kube-proxy: a Service with pods on both nodes, the API server's, the DNS server's.
 fn services(rig: &Rig, from: &Pod, pods: &[Pod]) -> Result<()> {
     let mut reached = BTreeSet::new();
-    wait_for("a Service to lead to each of its pods", || {
+    wait_for("a Service to forward to each of its pods", || {
         let seen: HttpAnswer = from.ask(&["ask-http", WEB_SERVICE, "/hostname"])?;
-        ensure!(pods.iter().any(|pod| pod.name == seen.body), "{WEB_SERVICE} leads to {seen:?}");
+        ensure!(pods.iter().any(|pod| pod.name == seen.body), "{WEB_SERVICE} forwards to {seen:?}");
         reached.insert(seen.body);
         Ok(reached.len() == pods.len())
     })?;
@@ -97,13 +97,13 @@ pub(crate) fn outside() -> Result<()> {
     let rig = Rig::new()?;
     let pods = rig.web()?;
     leaves_as_its_node(&rig, &pods)?;
-    // The router sends nothing to pods, and has nothing to send.
+    // The router has no routes to pods.
     let routes = rig.cluster.machine("router")?.run("ip", &["-4", "route", "show"])?;
-    ensure!(!routes.contains("10.244."), "the router knows pods: {routes}");
+    ensure!(!routes.contains("10.244."), "the router has routes to pods: {routes}");
     Ok(())
 }
 
-/// The host outside sees the address of the pod's node.
+/// The external host sees the address of the pod's node.
 pub(crate) fn leaves_as_its_node(rig: &Rig, pods: &[Pod]) -> Result<()> {
     let _server = traffic::serve(rig.cluster.machine("outside")?.command_in_network(PROBE)?)?;
     let target = format!("{OUTSIDE}:{PORT}");
@@ -117,11 +117,11 @@ pub(crate) fn leaves_as_its_node(rig: &Rig, pods: &[Pod]) -> Result<()> {
 }
 
 pub(crate) fn many_pods() -> Result<()> {
-    // What Kubernetes allows by default; with more processors, what a block has room for beside those that are there.
+    // Kubernetes' default limit; with more processors, what a pod CIDR has room for besides the existing pods.
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let many = if processors < 4 { 110 } else { 240 };
     let rig = Rig::new()?;
-    // Their namespace, and pods that are there before.
+    // Creates their namespace, and the existing pods.
     rig.web()?;
     rig.cluster.apply(&include_str!("many.yaml").replace("MANY", &many.to_string()))?;
     rig.kubectl(&["rollout", "status", "deployment/many", LONG])?;
@@ -130,9 +130,9 @@ pub(crate) fn many_pods() -> Result<()> {
     ensure!(addresses.len() == many, "{many} pods have {} addresses", addresses.len());
     rig.addresses_agree()?;
     rig.kubectl(&["delete", "deployment/many", "--cascade=foreground", LONG])?;
-    wait_for("the pods to be gone", || {
+    wait_for("the deletion of the pods", || {
         Ok(rig.list(NAMESPACE, "pods", &ListParams::default().labels("app=many"))?.is_empty())
     })
-    .context("after the Deployment was deleted")?;
+    .context("after the deletion of the Deployment")?;
     rig.addresses_agree()
 }

@@ -1,4 +1,4 @@
-//! The cluster that the cases share, with Cistern and some pods in it.
+//! The cluster shared by the cases, with Cistern and some pods.
 
 use anyhow::{Context, Result, ensure};
 use cistern_tests::cluster::{self, Cluster, Ipam, Machine, Spec, wait_for};
@@ -10,23 +10,23 @@ use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where the pods of the cases are.
+/// Namespace of the cases' pods.
 pub(crate) const NAMESPACE: &str = "web";
-/// Where Cistern is.
+/// Namespace of Cistern.
 pub(crate) const SYSTEM: &str = "kube-system";
-/// How long `kubectl` waits for many things.
+/// Timeout of `kubectl` for many objects.
 pub(crate) const LONG: &str = "--timeout=600s";
 
-/// A Service with a port of the nodes, and its namespace.
+/// A Service with a NodePort, and its namespace.
 const WEB: &str = include_str!("web.yaml");
-/// Two pods of it on a node, which say who they are.
+/// Two of its pods on a node, which report their names.
 const WEB_OF_NODE: &str = include_str!("web-of-node.yaml");
 /// Address of the Service in [`WEB`].
 pub(crate) const WEB_SERVICE: &str = "10.96.8.8:80";
 /// Port of the nodes in [`WEB`].
 pub(crate) const WEB_NODE_PORT: u16 = 30_080;
 
-/// A program that says what it sees of a network.
+/// A program that reports what it observes of a network.
 pub(crate) const PROBE: &str = env!("CARGO_BIN_EXE_cistern-probe");
 
 /// A cluster with Cistern.
@@ -34,7 +34,7 @@ pub(crate) struct Rig {
     pub(crate) cluster: Cluster,
 }
 
-/// A pod of the cases that runs.
+/// A running pod of the cases.
 #[derive(Debug, Clone)]
 pub(crate) struct Pod {
     pub(crate) name: String,
@@ -50,18 +50,18 @@ impl std::fmt::Display for Pod {
 }
 
 impl Pod {
-    /// A program of the host in the pod's network.
+    /// A command of the host in the pod's network.
     pub(crate) fn command(&self, program: &str) -> Result<Command> {
         self.node.command_in_container(&self.container, program)
     }
 
-    /// What [`PROBE`] sees from here.
+    /// The output of [`PROBE`] in the pod.
     pub(crate) fn ask<T: DeserializeOwned>(&self, arguments: &[&str]) -> Result<T> {
         answer(self.command(PROBE)?.args(arguments), &format!("{} on {}", self.name, self.node.name()))
     }
 }
 
-/// What a probe printed.
+/// The output of a probe.
 pub(crate) fn answer<T: DeserializeOwned>(command: &mut Command, who: &str) -> Result<T> {
     let output = command.output()?;
     let said = String::from_utf8_lossy(&output.stderr);
@@ -70,14 +70,14 @@ pub(crate) fn answer<T: DeserializeOwned>(command: &mut Command, who: &str) -> R
 }
 
 impl Rig {
-    /// The cluster of the most cases: Cistern's operator gives the blocks.
+    /// The cluster of most cases: Cistern's operator assigns pod CIDRs.
     pub(crate) fn new() -> Result<Self> {
         let rig = Self::without_cistern(Ipam::ClusterPool)?;
         rig.install(&[])?;
         Ok(rig)
     }
 
-    /// A cluster in which Cistern may be missing.
+    /// A cluster without Cistern, unless it is installed.
     pub(crate) fn without_cistern(ipam: Ipam) -> Result<Self> {
         let spec = Spec { ipam, ..Spec::of_tests()? };
         if Cluster::open().is_ok_and(|there| *there.spec() != spec) {
@@ -86,7 +86,7 @@ impl Rig {
         Ok(Self { cluster: Cluster::up(&spec)? })
     }
 
-    /// Installs Cistern, unless it is there.
+    /// Installs Cistern, unless it is installed.
     pub(crate) fn install(&self, values: &[String]) -> Result<()> {
         if self.cluster.helm(&["status", "cistern", "--namespace", SYSTEM]).is_err() {
             let image = image();
@@ -97,17 +97,17 @@ impl Rig {
         self.agents_are_ready()
     }
 
-    /// `kubectl` for an object of the cases.
+    /// `kubectl` in the namespace of the cases.
     pub(crate) fn kubectl(&self, arguments: &[&str]) -> Result<String> {
         self.cluster.kubectl(&[&["--namespace", NAMESPACE], arguments].concat())
     }
 
-    /// `kubectl` for an object of Cistern.
+    /// `kubectl` in the namespace of Cistern.
     pub(crate) fn system(&self, arguments: &[&str]) -> Result<String> {
         self.cluster.kubectl(&[&["--namespace", SYSTEM], arguments].concat())
     }
 
-    /// Objects of Kubernetes' first group in a namespace.
+    /// Objects of Kubernetes' core group in a namespace.
     pub(crate) fn list(&self, namespace: &str, kind: &str, params: &ListParams) -> Result<Vec<Value>> {
         self.cluster.list(&format!("/api/v1/namespaces/{namespace}/{kind}"), params)
     }
@@ -117,7 +117,7 @@ impl Rig {
         self.system(&["rollout", "status", "daemonset/cistern", LONG]).map(drop)
     }
 
-    /// The pods of the Service, which are made if they are missing: two on each node, those of the first node first.
+    /// The pods of the Service, created if necessary: two on each node, those of the first node first.
     pub(crate) fn web(&self) -> Result<Vec<Pod>> {
         self.cluster.apply(WEB)?;
         let nodes = self.cluster.spec().node_names()?;
@@ -136,7 +136,7 @@ impl Rig {
         Ok(pods)
     }
 
-    /// The pods with a label that run and are not about to end, by node and name.
+    /// The running pods with a label, without terminating ones, by node and name.
     pub(crate) fn pods(&self, label: &str) -> Result<Vec<Pod>> {
         let list = self.list(NAMESPACE, "pods", &ListParams::default().labels(label))?;
         let mut pods = Vec::new();
@@ -157,7 +157,7 @@ impl Rig {
         Ok(pods)
     }
 
-    /// A pod that does nothing, on a node.
+    /// Creates an idle pod on a node.
     pub(crate) fn make_pod(&self, name: &str, node: &str) -> Result<()> {
         self.cluster.apply(&format!(
             "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: {NAMESPACE}, labels: {{app: {name}}}}}\n\
@@ -178,14 +178,14 @@ impl Rig {
         Ok(text(agents.first().with_context(|| format!("no agent is on {node}"))?, "/metadata/name").to_owned())
     }
 
-    /// What `cistern …` says on a node.
+    /// The output of `cistern …` on a node.
     pub(crate) fn cistern(&self, node: &str, arguments: &[&str]) -> Result<Value> {
         let agent = self.agent(node)?;
         let exec = ["exec", &agent, "--container", "cistern-agent", "--", "/usr/bin/cistern"];
         Ok(serde_json::from_str(&self.system(&[&exec[..], arguments, &["--output", "json"]].concat())?)?)
     }
 
-    /// Every pod with an address of its own: its node, its name with namespace, its address.
+    /// All pods with their own address: node, namespace and name, address.
     fn addresses(&self) -> Result<BTreeMap<String, BTreeSet<(String, Ipv4Addr)>>> {
         let list = self.cluster.list("/api/v1/pods", &ListParams::default())?;
         let mut nodes: BTreeMap<String, BTreeSet<(String, Ipv4Addr)>> = BTreeMap::new();
@@ -198,11 +198,11 @@ impl Rig {
         Ok(nodes)
     }
 
-    /// Waits until each agent holds the addresses of its node's pods and no other, and checks that no address is there
-    /// twice or belongs to another node's block. Those that rest after a DEL are not held.
+    /// Waits until the agents have allocated exactly the addresses of their nodes' pods, and checks that no address is
+    /// allocated twice or outside its node's pod CIDR. Quarantined addresses are not allocated.
     pub(crate) fn addresses_agree(&self) -> Result<()> {
         let mut difference = String::new();
-        wait_for("the agents to hold the addresses of all pods and no other", || {
+        wait_for("the agents to have exactly the addresses of all pods", || {
             let wanted = self.addresses()?;
             difference.clear();
             for node in self.cluster.spec().node_names()? {
@@ -217,11 +217,11 @@ impl Rig {
                     .collect::<Result<_>>()?;
                 let wanted = wanted.get(&node).cloned().unwrap_or_default();
                 if held != wanted {
-                    difference.push_str(&format!("{node} holds {held:?}, and its pods have {wanted:?}\n"));
+                    difference.push_str(&format!("{node} has {held:?}, its pods have {wanted:?}\n"));
                 }
                 for (name, address) in &wanted {
                     if !blocks.iter().any(|block| block.contains(address)) {
-                        difference.push_str(&format!("{name} on {node} has {address}, its blocks are {blocks:?}\n"));
+                        difference.push_str(&format!("{name} on {node} has {address}, its pod CIDRs are {blocks:?}\n"));
                     }
                 }
             }
@@ -235,17 +235,17 @@ impl Rig {
     }
 }
 
-/// Where `cargo xtask image` puts it.
+/// Path of the image of `cargo xtask image`.
 pub(crate) fn image() -> PathBuf {
     Path::new(PROBE).ancestors().nth(2).unwrap_or(Path::new("/")).join("image/cistern.tar")
 }
 
-/// Text in an object; empty where there is none.
+/// A string in an object; empty if there is none.
 pub(crate) fn text<'a>(object: &'a Value, pointer: &str) -> &'a str {
     object.pointer(pointer).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// Prints what is there, for somebody who reads why a case failed.
+/// Prints the state of the cluster, to diagnose a failed case.
 pub(crate) fn describe() {
     let Ok(cluster) = Cluster::open() else { return };
     let wanted: [&[&str]; 4] = [

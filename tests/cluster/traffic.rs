@@ -1,4 +1,4 @@
-//! Streams that nothing may be lost of.
+//! Streams that must not lose anything.
 
 use crate::rig::{PROBE, Pod, Rig};
 use anyhow::{Context, Result, ensure};
@@ -8,35 +8,35 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Where [`serve`] listens.
+/// Port of [`serve`].
 pub(crate) const PORT: u16 = 9000;
 
-/// The least that streams go on for, so that each of them has begun.
+/// Minimum duration of streams, so that all of them have started.
 const LEAST: Duration = Duration::from_secs(5);
 
-/// A process that ends with its value.
+/// A process that is killed when dropped.
 #[derive(Debug)]
 pub(crate) struct Ending(Child);
 
 impl Drop for Ending {
     fn drop(&mut self) {
-        // Errors mean that it has ended already.
+        // An error means that it has terminated already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Serves echo where `probe`, a command of [`PROBE`], runs.
+/// Serves echo in the network of `probe`, a command of [`PROBE`].
 pub(crate) fn serve(mut probe: Command) -> Result<Ending> {
     probe.args(["serve", &format!("0.0.0.0:{PORT}")]);
     let mut child = Ending(probe.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?);
     let mut line = String::new();
     BufReader::new(child.0.stdout.as_mut().context("no output")?).read_line(&mut line)?;
-    ensure!(line.starts_with("ready"), "a server of echo says {line:?}");
+    ensure!(line.starts_with("ready"), "an echo server printed {line:?}");
     Ok(child)
 }
 
-/// TCP and UDP between pods of two nodes, and from both to the host outside.
+/// TCP and UDP between pods of two nodes, and from both to the external host.
 pub(crate) struct Traffic {
     start: Instant,
     streams: Vec<(String, Ending)>,
@@ -61,7 +61,7 @@ impl Traffic {
         Ok(Self { start: Instant::now(), streams, _servers: servers })
     }
 
-    /// Ends the streams; fails when anything of them was lost.
+    /// Stops the streams; fails if anything was lost.
     pub(crate) fn finish(mut self) -> Result<()> {
         std::thread::sleep(LEAST.saturating_sub(self.start.elapsed()));
         for (_, stream) in &mut self.streams {
@@ -71,7 +71,7 @@ impl Traffic {
         for (name, stream) in &mut self.streams {
             let output = std::io::read_to_string(stream.0.stdout.as_mut().context("no output")?)?;
             let report: StreamReport =
-                serde_json::from_str(&output).with_context(|| format!("{name} says {output:?}"))?;
+                serde_json::from_str(&output).with_context(|| format!("{name} printed {output:?}"))?;
             if report.sent == 0 || report.received != report.sent || report.error.is_some() {
                 wrong.push(format!("{name}: {report:?}"));
             }

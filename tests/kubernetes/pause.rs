@@ -1,4 +1,4 @@
-//! What holds a pod's namespaces: waits, and does nothing else. Compiled by itself, statically, for an image of its own.
+//! The sandbox container of a pod: waits forever. Compiled statically for its own image.
 
 fn main() {
     loop {

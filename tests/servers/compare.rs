@@ -1,13 +1,12 @@
-//! The same requests to both servers, and what they answer.
+//! Sends the same requests to both servers, and compares their answers.
 //!
-//! A file of `requests/` is a list of paragraphs, each for servers that hold nothing. A line is a request:
-//! `METHOD PATH [BODY]`, for patches `PATCH:merge`, `PATCH:json`, `PATCH:strategic` or `PATCH:apply`. A watch lasts a
-//! second. `{uid:N}` and `{version:N}` stand for those of the object that the Nth request of the paragraph was answered
-//! with, `{continue:N}` for where its list goes on. Of a line that begins with `~` only the code and the reason are
-//! compared, of one with `?` what it does to others; a comment above says why.
+//! A file of `requests/` is a list of paragraphs, each of which starts with empty servers. A line is a request: `METHOD
+//! PATH [BODY]`, for patches `PATCH:merge`, `PATCH:json`, `PATCH:strategic` or `PATCH:apply`. A watch lasts a second.
+//! `{uid:N}` and `{version:N}` are replaced by those of the object in the answer to the Nth request of the paragraph,
+//! `{continue:N}` by its list's continue token. For a line that begins with `~` only code and reason are compared, for
+//! one with `?` only its effect on other requests; a comment above gives the reason.
 //!
-//! UIDs and resource versions are compared by which of them are equal, times and the versions of lists
-//! not at all.
+//! UIDs and resource versions are compared up to renaming, times and the versions of lists not at all.
 
 use anyhow::{Context, Result, bail, ensure};
 use cistern_tests::apiserver::{ApiServer, Options, Upstream};
@@ -18,7 +17,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-/// How much of an answer is compared.
+/// The compared part of an answer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Compared {
     All,
@@ -32,10 +31,10 @@ struct Line {
     compared: Compared,
 }
 
-/// Runs every paragraph of a file on both servers.
+/// Runs all paragraphs of a file on both servers.
 ///
 /// # Errors
-/// Every answer that differs.
+/// The answers that differ.
 pub(super) fn run(path: &Path, real: &Arc<Upstream>) -> Result<()> {
     let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
     let mut differences = String::new();
@@ -89,7 +88,7 @@ fn paragraphs(text: &str) -> Vec<Vec<Line>> {
     paragraphs
 }
 
-/// The answers, made comparable: `{"code", "body"}` or `{"code", "events"}`.
+/// The answers in comparable form: `{"code", "body"}` or `{"code", "events"}`.
 async fn ask_all(server: &ApiServer, lines: &[Line]) -> Result<Vec<Value>> {
     let client = server.client_as("compare");
     let (mut raw, mut answers, mut known) = (Vec::new(), Vec::new(), Known::default());
@@ -111,7 +110,7 @@ async fn ask_all(server: &ApiServer, lines: &[Line]) -> Result<Vec<Value>> {
     Ok(answers)
 }
 
-/// Puts in what earlier answers have said.
+/// Replaces references to earlier answers.
 fn filled(text: &str, answers: &[Value]) -> Result<String> {
     let mut filled = String::new();
     let mut rest = text;
@@ -153,7 +152,7 @@ fn request(text: &str) -> Result<Request<Body>> {
         "PATCH:strategic" => ("PATCH", "application/strategic-merge-patch+json"),
         "PATCH:apply" => ("PATCH", "application/apply-patch+yaml"),
         "GET" | "POST" | "PUT" | "DELETE" => (method, "application/json"),
-        other => bail!("{other}: no method"),
+        other => bail!("{other}: unknown method"),
     };
     let mut path = path.to_owned();
     if path.contains("watch=") {
@@ -163,7 +162,7 @@ fn request(text: &str) -> Result<Request<Body>> {
     Ok(request.header(header::USER_AGENT, "compare/1").body(Body::from(body.as_bytes().to_vec()))?)
 }
 
-/// UIDs and resource versions by the order in which they came up.
+/// UIDs and resource versions, numbered in the order of their occurrence.
 #[derive(Default)]
 struct Known(BTreeMap<String, String>);
 
@@ -171,17 +170,17 @@ impl Known {
     fn mask(&mut self, value: &mut Value) {
         match value {
             Value::Object(map) => {
-                // Who owns which field is for the tests of the small server.
+                // Field ownership is covered by the small server's own tests.
                 map.remove("managedFields");
                 // Defaults of Nodes.
                 map.retain(|key, value| !["daemonEndpoints", "nodeInfo"].contains(&key.as_str()) && !value.is_null());
-                // Others write to a real server, too: its lists are of later versions.
+                // A real server has other writers, too: its lists have later versions.
                 if map.contains_key("items")
                     && let Some(Value::Object(metadata)) = map.get_mut("metadata")
                 {
                     metadata.remove("resourceVersion");
                 }
-                // Some of the real server's encoders write what is empty, too.
+                // Some of the real server's encoders include empty values.
                 map.retain(|key, value| !["continue", "group"].contains(&key.as_str()) || value.as_str() != Some(""));
                 for (key, value) in map.iter_mut() {
                     match (key.as_str(), value.as_str()) {
@@ -196,7 +195,7 @@ impl Known {
                 }
             }
             Value::Array(list) => list.iter_mut().for_each(|item| self.mask(item)),
-            // Versions and UIDs inside of texts.
+            // Versions and UIDs in strings.
             Value::String(text) => {
                 let words = text.split_inclusive([' ', ',', ':', '"']).map(|word| {
                     let bare = word.trim_end_matches([' ', ',', ':', '"']);
@@ -214,7 +213,7 @@ fn is_time(text: &str) -> bool {
     text.parse::<jiff::Timestamp>().is_ok()
 }
 
-/// What is compared of an answer. Of a refusal that is what programs look at: code, reason, and the fields that are wrong.
+/// The compared part of an answer; of an error, what clients evaluate: code, reason, and invalid fields.
 fn part(compared: Compared, answer: &Value) -> Value {
     let at = |pointer: &str| answer.pointer(pointer).cloned().unwrap_or_default();
     let refused = at("/code").as_u64().is_some_and(|code| code >= 400);
@@ -226,14 +225,14 @@ fn part(compared: Compared, answer: &Value) -> Value {
             let causes = at("/body/0/details/causes");
             let cause = |cause: &Value| json!([cause.get("field"), cause.get("reason")]);
             let mut causes: Vec<Value> = causes.as_array().into_iter().flatten().map(cause).collect();
-            // Some checks of the real server say it twice.
+            // Some validations of the real server report an error twice.
             causes.dedup();
             json!({"code": at("/code"), "reason": at("/body/0/reason"), "causes": causes})
         }
     }
 }
 
-/// Writes the places where two values differ.
+/// Collects the paths at which two values differ.
 fn differ(path: &str, small: &Value, real: &Value, lines: &mut Vec<String>) {
     match (small, real) {
         (Value::Object(left), Value::Object(right)) => {

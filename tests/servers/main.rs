@@ -1,8 +1,8 @@
-//! What runs against the small API server, against a real kube-apiserver: scripts, with the rights that the chart
-//! gives (in a thorough run all of them), and requests whose answers both servers have to agree on.
+//! Tests against the small API server and a real kube-apiserver: scripts, with the chart's permissions (all of them in
+//! a thorough run), and requests that both servers must answer alike.
 //!
-//! A case has a server to itself, which it leaves to the next. Cases mostly wait, for what an API server does in its own
-//! time, so a few servers side by side take a third of the time.
+//! A case has a server to itself, and passes it on to the next one. Cases mostly wait for the API server, so a few
+//! servers in parallel take a third of the time.
 
 mod compare;
 
@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-/// The server, and the connection to it.
+/// A server, and the connection to it.
 struct Real {
     control_plane: Arc<ControlPlane>,
     upstream: Arc<Upstream>,
@@ -35,10 +35,10 @@ impl Real {
     }
 }
 
-/// How many servers there are at most, and so how many cases run at a time.
+/// Maximum number of servers, and thereby of parallel cases.
 const SERVERS: usize = 4;
 
-/// The servers that no case uses now. A case that finds none starts one; one of a case that panicked ends with it.
+/// The idle servers. A case that finds none starts one; that of a case that panicked is stopped with it.
 type Shared = Arc<Mutex<Vec<Real>>>;
 
 fn with_real(shared: &Shared, case: impl FnOnce(&Real) -> Result<()>) -> Result<(), Failed> {
@@ -99,10 +99,10 @@ fn main() -> Result<ExitCode> {
     }
     if !arguments.list {
         eprintln!(
-            "servers: {scripts} scripts on the real server, {deferred} more in thorough runs, {} on the small one alone",
+            "servers: {scripts} scripts on the real server, {deferred} more in thorough runs, {} on the small one only",
             left_out.len()
         );
-        left_out.iter().for_each(|script| eprintln!("servers: left out: {script}"));
+        left_out.iter().for_each(|script| eprintln!("servers: skipped: {script}"));
     }
     Ok(libtest_mimic::run(&arguments, trials).exit_code())
 }
