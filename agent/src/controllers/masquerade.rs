@@ -2,10 +2,10 @@
 
 use crate::tables::rows::{ChosenDevice, FileContent, MasqueradeRow, NetworkRow, PeerRow};
 use crate::tables::{Reader, Rows, Table};
-use cistern_core::masquerade::ip_masq::{self, ConfigFile, Found, ListSource, Outcome};
+use cistern_core::masquerade::excluded::{self, ConfigFile, Found, ListSource, Outcome};
 use cistern_core::masquerade::plan::{
     AddressFacts, AttachmentEntry, DatapathSettings, DeviceEntry, DeviceFacts, ExcludedReason, ExclusionSources,
-    LinkFacts, RouteFacts, exclusions, merge_ports, not_ready, select_devices,
+    LinkFacts, RouteFacts, exclusion, exclusions, merge_ports, not_ready, select_devices,
 };
 use cistern_core::settings::Settings;
 use ipnet::{IpNet, Ipv4Net};
@@ -67,6 +67,10 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
     tables.settings.publish(BTreeMap::from([((), datapath_settings(&inputs.settings, &inputs.reserved_ports))]));
     let mut last_good = inputs.last_good.take();
     let mut told = None;
+    let mut decided: Option<(Option<FileContent>, Outcome)> = None;
+    let mut cluster = Cluster::default();
+    // What the node itself contributes to the rows of `excluded`, as they are published.
+    let mut published: Option<ExclusionSources> = None;
     loop {
         let network = inputs.network.synced().await;
         let network = network.rows.get(&()).cloned().unwrap_or_default();
@@ -74,14 +78,17 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
             Some(file) => file.synced().await.rows.get(&()).cloned(),
             None => None,
         };
-        let outcome = ip_masq(&inputs.settings, content.as_ref(), last_good.as_ref());
+        // The file is not read again for each change of a node.
+        let outcome = match decided.take() {
+            Some((of, outcome)) if of == content && outcome.last_good == last_good => outcome,
+            _ => ip_masq(&inputs.settings, content.as_ref(), last_good.as_ref()),
+        };
         tell(&outcome, &mut told);
         tables.last_good.publish(BTreeMap::from([((), outcome.last_good.clone())]));
 
         let peers = inputs.peers.snapshot();
-        let pod_cidrs: BTreeSet<Ipv4Net> =
-            peers.rows.values().flat_map(|peer| peer.pod_cidrs.iter().copied()).collect();
-        let selection = select_devices(&facts(&network), &inputs.settings.devices, &pod_cidrs);
+        let touched = cluster.follow(&inputs.node, !inputs.settings.enable_remote_node_masquerade, &peers.rows);
+        let selection = select_devices(&facts(&network), &inputs.settings.devices, &cluster.pod_cidrs.named);
         let fallback = derived_address(&inputs.settings, &network);
         let mut devices = BTreeMap::new();
         let mut report = MasqueradeRow {
@@ -127,9 +134,18 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
         tables.devices.publish(devices);
         tables.report.publish(BTreeMap::from([((), report)]));
         if peers.synced {
-            tables.excluded.publish(exclusions(&sources(&inputs, &peers.rows, &network, &outcome)));
+            let own = own_sources(&inputs.settings, &network, &outcome);
+            let sources = cluster.add_to(own.clone());
+            if published.as_ref() == Some(&own) {
+                tables.excluded.modify(|rows| update(rows, &touched, &sources));
+            } else {
+                tables.excluded.publish(exclusions(&sources));
+                published = Some(own);
+            }
+            cluster.take_back(sources);
         }
-        last_good = outcome.last_good;
+        last_good.clone_from(&outcome.last_good);
+        decided = Some((content, outcome));
         let file_changed = async {
             match &mut inputs.file {
                 Some(file) => file.changed().await,
@@ -154,7 +170,7 @@ fn ip_masq(settings: &Settings, content: Option<&FileContent>, last_good: Option
         },
         Some(FileContent::Unreadable(reason)) => Found::Unreadable(reason.clone()),
     };
-    ip_masq::decide(ip_masq::Input {
+    excluded::decide(excluded::Input {
         enabled: settings.enable_ip_masq_agent,
         defaults: settings.ip_masq_default_exclusions,
         ipv6: false,
@@ -185,24 +201,111 @@ fn source(settings: &Settings, outcome: &Outcome) -> String {
     }
 }
 
-fn sources(
-    inputs: &Inputs,
-    peers: &Rows<String, PeerRow>,
-    network: &NetworkRow,
-    outcome: &Outcome,
-) -> ExclusionSources {
-    let others = peers.iter().filter(|(name, _)| **name != inputs.node);
+/// What excluded destinations follow from, without the nodes of the cluster.
+fn own_sources(settings: &Settings, network: &NetworkRow, outcome: &Outcome) -> ExclusionSources {
     ExclusionSources {
         own_addresses: ipv4_addresses(network).map(|(_, net)| net.addr()).collect(),
-        node_internal_addresses: if inputs.settings.enable_remote_node_masquerade {
-            BTreeSet::new()
-        } else {
-            others.flat_map(|(_, peer)| peer.internal_ips.iter().copied()).collect()
-        },
-        pod_cidrs: peers.values().flat_map(|peer| peer.pod_cidrs.iter().copied()).collect(),
-        native_routing: inputs.settings.ipv4_native_routing_cidr,
+        node_internal_addresses: BTreeSet::new(),
+        pod_cidrs: BTreeSet::new(),
+        native_routing: settings.ipv4_native_routing_cidr,
         ip_masq_agent: outcome.exclusions.ipv4.iter().copied().collect(),
         masquerade_link_local: !outcome.exclusions.link_local_ipv4,
+    }
+}
+
+/// Brings the rows of these prefixes up to date.
+fn update(rows: &mut Rows<Ipv4Net, ExcludedReason>, prefixes: &BTreeSet<Ipv4Net>, sources: &ExclusionSources) {
+    for prefix in prefixes {
+        match exclusion(*prefix, sources) {
+            Some(reason) if rows.get(prefix) == Some(&reason) => {}
+            Some(reason) => rows.insert(*prefix, reason),
+            None => {
+                rows.remove(prefix);
+            }
+        }
+    }
+}
+
+/// What the nodes of the cluster contribute, followed one change at a time.
+#[derive(Debug, Default)]
+struct Cluster {
+    /// The nodes that the rest follows from.
+    seen: Rows<String, PeerRow>,
+    pod_cidrs: Named<Ipv4Net>,
+    /// `InternalIP` of other nodes.
+    addresses: Named<Ipv4Addr>,
+}
+
+impl Cluster {
+    /// Follows the nodes; returns the prefixes that one of the changed nodes names or named. `addresses` is false where
+    /// the addresses of other nodes are not excluded.
+    fn follow(&mut self, own: &str, addresses: bool, peers: &Rows<String, PeerRow>) -> BTreeSet<Ipv4Net> {
+        let mut touched = BTreeSet::new();
+        for change in peers.changes_from(&self.seen) {
+            let addresses = addresses && change.key != own;
+            // What a node goes on naming is named all the time.
+            for (row, is_named) in [(change.after, true), (change.before, false)] {
+                let Some(row) = row else { continue };
+                for prefix in &row.pod_cidrs {
+                    self.pod_cidrs.count(*prefix, is_named);
+                    touched.insert(prefix.trunc());
+                }
+                for address in row.internal_ips.iter().filter(|_| addresses) {
+                    self.addresses.count(*address, is_named);
+                    touched.insert((*address).into());
+                }
+            }
+        }
+        self.seen = peers.clone();
+        touched
+    }
+
+    /// Lends the nodes' part to the sources until [`Cluster::take_back`].
+    fn add_to(&mut self, own: ExclusionSources) -> ExclusionSources {
+        ExclusionSources {
+            node_internal_addresses: std::mem::take(&mut self.addresses.named),
+            pod_cidrs: std::mem::take(&mut self.pod_cidrs.named),
+            ..own
+        }
+    }
+
+    fn take_back(&mut self, sources: ExclusionSources) {
+        self.addresses.named = sources.node_internal_addresses;
+        self.pod_cidrs.named = sources.pod_cidrs;
+    }
+}
+
+/// What nodes name. Several may name the same, and it stays until the last one of them no longer does.
+#[derive(Debug)]
+struct Named<T> {
+    named: BTreeSet<T>,
+    /// How often what is named more than once is named.
+    often: BTreeMap<T, usize>,
+}
+
+impl<T> Default for Named<T> {
+    fn default() -> Self {
+        Self { named: BTreeSet::new(), often: BTreeMap::new() }
+    }
+}
+
+impl<T: Ord + Copy> Named<T> {
+    fn count(&mut self, name: T, is_named: bool) {
+        match (is_named, self.often.get_mut(&name)) {
+            (true, Some(times)) => *times += 1,
+            (true, None) => {
+                if !self.named.insert(name) {
+                    self.often.insert(name, 2);
+                }
+            }
+            (false, Some(times)) if *times > 2 => *times -= 1,
+            (false, Some(_)) => {
+                self.often.remove(&name);
+            }
+            (false, None) => {
+                self.named.remove(&name);
+            }
+        }
     }
 }
 
@@ -281,5 +384,54 @@ fn datapath_settings(settings: &Settings, reserved: &[(u16, u16)]) -> DatapathSe
         port_max: settings.masquerade_port_range.last,
         ports_reserved: merge_ports(&ports),
         tcp_idle_seconds: u32::try_from(settings.tcp_idle_timeout.as_secs()).unwrap_or(u32::MAX),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn peer() -> impl Strategy<Value = PeerRow> {
+        let cidrs = proptest::collection::vec((0_u8..6).prop_map(|third| net(third, 24)), 0..3);
+        let addresses = proptest::collection::vec((0_u8..6).prop_map(|last| Ipv4Addr::new(172, 16, 0, last)), 0..3);
+        (cidrs, addresses).prop_map(|(pod_cidrs, internal_ips)| PeerRow { internal_ips, router: None, pod_cidrs })
+    }
+
+    fn net(third: u8, length: u8) -> Ipv4Net {
+        Ipv4Net::new(Ipv4Addr::new(10, 0, third, 0), length).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn following_the_nodes_one_by_one_excludes_what_all_of_them_name(
+            steps in proptest::collection::vec((0_u8..5, proptest::option::of(peer())), 1..40),
+            addresses: bool,
+        ) {
+            // One prefix is this node's to exclude as well, for a reason of lower precedence.
+            let own = ExclusionSources { native_routing: Some(net(3, 24)), ..ExclusionSources::default() };
+            let (mut peers, mut cluster, mut rows) = (Rows::new(), Cluster::default(), Rows::from(exclusions(&own)));
+            for (node, row) in steps {
+                let node = format!("n{node}");
+                match row {
+                    Some(row) => peers.insert(node, row),
+                    None => {
+                        peers.remove(&node);
+                    }
+                }
+                let touched = cluster.follow("n0", addresses, &peers);
+                let sources = cluster.add_to(own.clone());
+                update(&mut rows, &touched, &sources);
+                let others = peers.iter().filter(|(name, _)| addresses && *name != "n0");
+                let expected = ExclusionSources {
+                    pod_cidrs: peers.values().flat_map(|peer| peer.pod_cidrs.clone()).collect(),
+                    node_internal_addresses: others.flat_map(|(_, peer)| peer.internal_ips.clone()).collect(),
+                    ..own.clone()
+                };
+                prop_assert_eq!(&sources, &expected);
+                prop_assert_eq!(&rows, &exclusions(&expected));
+                cluster.take_back(sources);
+            }
+        }
     }
 }

@@ -1,7 +1,6 @@
 //! What the datapath shall hold: the desired rows of its maps, independent of their bytes.
 
 use crate::settings::DeviceSelector;
-use cistern_ebpf_common::abi::reason;
 use ipnet::Ipv4Net;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,19 +14,19 @@ use std::net::Ipv4Addr;
 #[repr(u8)]
 pub enum ExcludedReason {
     /// An address of this node.
-    OwnNode = reason::OWN_NODE,
+    OwnNode = 1,
     /// `InternalIP` of another node, under native routing.
-    NodeInternalIp = reason::NODE_INTERNAL_IP,
+    NodeInternalIp = 2,
     /// The pod CIDR of a known node.
-    PodCidr = reason::POD_CIDR,
+    PodCidr = 3,
     /// `ipv4-native-routing-cidr`.
-    NativeRouting = reason::NATIVE_ROUTING,
+    NativeRouting = 4,
     /// The ip-masq-agent list, or its built-in default.
-    IpMasqAgent = reason::IP_MASQ_AGENT,
+    IpMasqAgent = 5,
     /// 169.254.0.0/16, unless `masqLinkLocal`.
-    LinkLocal = reason::LINK_LOCAL,
+    LinkLocal = 6,
     /// Multicast and limited broadcast: never masqueraded.
-    Multicast = reason::MULTICAST,
+    Multicast = 7,
 }
 
 impl ExcludedReason {
@@ -80,22 +79,10 @@ impl fmt::Display for ExcludedReason {
 /// A pod of this node as the datapath knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EndpointEntry {
-    /// The host side of the pod's interface; 0 where another plugin attached the pod.
+    /// The host side of the pod's interface.
     pub ifindex: u32,
     /// The pod's traffic is never masqueraded.
     pub no_masquerade: bool,
-    /// Tells the pods that have this address one after the other apart: [`EndpointEntry::generation_of`] the lease, 0 where
-    /// that is not known. A flow ends with the generation that opened it.
-    pub generation: u32,
-}
-
-impl EndpointEntry {
-    /// The generation of the endpoint of a lease with this generation. Never 0, which stands for "not known".
-    #[must_use]
-    pub fn generation_of(lease: u64) -> u32 {
-        // Two leases of one address are never 2^32 apart, so the lower half tells them apart.
-        (lease as u32).max(1)
-    }
 }
 
 /// An egress device as the datapath knows it.
@@ -151,7 +138,7 @@ pub struct ExclusionSources {
     pub own_addresses: BTreeSet<Ipv4Addr>,
     /// `InternalIP` of the other nodes; empty where pods are to be masqueraded towards them.
     pub node_internal_addresses: BTreeSet<Ipv4Addr>,
-    /// Pod CIDRs of all known nodes, this one included.
+    /// Pod CIDRs of all known nodes, this one included, without host bits.
     pub pod_cidrs: BTreeSet<Ipv4Net>,
     /// `ipv4-native-routing-cidr`
     pub native_routing: Option<Ipv4Net>,
@@ -188,6 +175,27 @@ pub fn exclusions(sources: &ExclusionSources) -> BTreeMap<Ipv4Net, ExcludedReaso
             .or_insert(reason);
     }
     rows
+}
+
+/// The row of one prefix among [`exclusions`], without a look at the others: what it costs does not grow with the cluster.
+/// Only prefixes without host bits have one.
+#[must_use]
+pub fn exclusion(prefix: Ipv4Net, sources: &ExclusionSources) -> Option<ExcludedReason> {
+    let host = (prefix.prefix_len() == prefix.max_prefix_len()).then(|| prefix.addr());
+    let is_in = |addresses: &BTreeSet<Ipv4Addr>| host.is_some_and(|host| addresses.contains(&host));
+    let is = |other: &Ipv4Net| other.trunc() == prefix;
+    // In the order of precedence.
+    [
+        (is_in(&sources.own_addresses), ExcludedReason::OwnNode),
+        (is_in(&sources.node_internal_addresses), ExcludedReason::NodeInternalIp),
+        (sources.pod_cidrs.contains(&prefix), ExcludedReason::PodCidr),
+        (sources.native_routing.iter().any(is), ExcludedReason::NativeRouting),
+        (sources.ip_masq_agent.iter().any(is), ExcludedReason::IpMasqAgent),
+        (!sources.masquerade_link_local && prefix == LINK_LOCAL, ExcludedReason::LinkLocal),
+        (prefix == MULTICAST || prefix == BROADCAST, ExcludedReason::Multicast),
+    ]
+    .into_iter()
+    .find_map(|(is_named, reason)| is_named.then_some(reason))
 }
 
 /// Sorted, disjoint and non-adjacent inclusive ranges that cover the same ports. A pair whose ends are the wrong way
@@ -335,7 +343,12 @@ fn detect(link: &LinkFacts, facts: &DeviceFacts, pod_cidrs: &BTreeSet<Ipv4Net>) 
     if !link.up {
         return Err("down".to_owned());
     }
-    let inside = |route: &RouteFacts| pod_cidrs.iter().any(|prefix| prefix.contains(&route.destination));
+    // Looked up by length: there are as many pod CIDRs as nodes, and with direct routes as many routes again.
+    let inside = |route: &RouteFacts| {
+        (0..=route.destination.prefix_len()).any(|length| {
+            Ipv4Net::new(route.destination.addr(), length).is_ok_and(|prefix| pod_cidrs.contains(&prefix.trunc()))
+        })
+    };
     let outside: Vec<&RouteFacts> =
         facts.routes.iter().filter(|route| route.index == link.index && !inside(route)).collect();
     if outside.iter().any(|route| route.destination.prefix_len() == 0) {
@@ -567,9 +580,45 @@ mod tests {
             assert_eq!(ExcludedReason::from_number(reason as u8), Some(reason));
         }
         assert_eq!(ExcludedReason::from_number(0), None);
+        assert_eq!(ExcludedReason::OwnNode as u8, 1, "the programs know this one");
+    }
+
+    /// Few enough that sources name the same ones, those that are excluded in any case among them.
+    fn prefix() -> impl Strategy<Value = Ipv4Net> {
+        let address = prop_oneof![
+            (0_u8..4, 0_u8..3).prop_map(|(third, last)| Ipv4Addr::new(10, 0, third, last)),
+            Just(LINK_LOCAL.addr()),
+            Just(MULTICAST.addr()),
+            Just(BROADCAST.addr()),
+        ];
+        let length = prop_oneof![Just(4_u8), Just(16), Just(24), Just(32)];
+        (address, length).prop_map(|(address, length)| Ipv4Net::new(address, length).unwrap())
+    }
+
+    fn sources() -> impl Strategy<Value = ExclusionSources> {
+        let prefixes = || proptest::collection::vec(prefix(), 0..5);
+        (prefixes(), prefixes(), prefixes(), proptest::option::of(prefix()), prefixes(), any::<bool>()).prop_map(
+            |(own, others, pods, native_routing, ip_masq_agent, masquerade_link_local)| ExclusionSources {
+                own_addresses: own.iter().map(Ipv4Net::addr).collect(),
+                node_internal_addresses: others.iter().map(Ipv4Net::addr).collect(),
+                pod_cidrs: pods.iter().map(Ipv4Net::trunc).collect(),
+                native_routing,
+                ip_masq_agent,
+                masquerade_link_local,
+            },
+        )
     }
 
     proptest! {
+        #[test]
+        fn one_prefix_by_itself_has_the_row_that_it_has_among_all(sources in sources(), asked in prefix()) {
+            let rows = exclusions(&sources);
+            for (prefix, reason) in &rows {
+                prop_assert_eq!(exclusion(*prefix, &sources), Some(*reason));
+            }
+            prop_assert_eq!(exclusion(asked.trunc(), &sources), rows.get(&asked.trunc()).copied());
+        }
+
         #[test]
         fn merged_ports_cover_the_same_and_are_apart(ranges: Vec<(u16, u16)>) {
             let merged = merge_ports(&ranges);
