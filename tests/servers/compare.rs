@@ -1,7 +1,8 @@
 //! Sends the same requests to both servers, and compares their answers.
 //!
 //! A file of `requests/` is a list of paragraphs, each of which starts with empty servers. A line is a request: `METHOD
-//! PATH [BODY]`, for patches `PATCH:merge`, `PATCH:json`, `PATCH:strategic` or `PATCH:apply`. A watch lasts a second.
+//! PATH [BODY]`, for patches `PATCH:merge`, `PATCH:json`, `PATCH:strategic` or `PATCH:apply`, for metadata alone
+//! `GET:metadata` or, of a list, `GET:metadata-list`. A watch lasts a second.
 //! `{uid:N}` and `{version:N}` are replaced by those of the object in the answer to the Nth request of the paragraph,
 //! `{continue:N}` by its list's continue token. For a line that begins with `~` only code and reason are compared, for
 //! one with `?` only its effect on other requests; a comment above gives the reason.
@@ -145,6 +146,12 @@ fn filled(text: &str, answers: &[Value]) -> Result<String> {
 
 fn request(text: &str) -> Result<Request<Body>> {
     let (method, rest) = text.split_once(' ').context("expected METHOD PATH [BODY]")?;
+    // One object, or each of a watch, is of another kind than a list.
+    let accept = match method {
+        "GET:metadata" => "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1",
+        "GET:metadata-list" => "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
+        _ => "application/json",
+    };
     let (path, body) = rest.split_once(' ').unwrap_or((rest, ""));
     let (method, content_type) = match method {
         "PATCH:merge" => ("PATCH", "application/merge-patch+json"),
@@ -152,6 +159,7 @@ fn request(text: &str) -> Result<Request<Body>> {
         "PATCH:strategic" => ("PATCH", "application/strategic-merge-patch+json"),
         "PATCH:apply" => ("PATCH", "application/apply-patch+yaml"),
         "GET" | "POST" | "PUT" | "DELETE" => (method, "application/json"),
+        "GET:metadata" | "GET:metadata-list" => ("GET", "application/json"),
         other => bail!("{other}: unknown method"),
     };
     let mut path = path.to_owned();
@@ -159,6 +167,7 @@ fn request(text: &str) -> Result<Request<Body>> {
         path.push_str("&timeoutSeconds=1");
     }
     let request = Request::builder().method(method).uri(path).header(header::CONTENT_TYPE, content_type);
+    let request = request.header(header::ACCEPT, accept);
     Ok(request.header(header::USER_AGENT, "compare/1").body(Body::from(body.as_bytes().to_vec()))?)
 }
 

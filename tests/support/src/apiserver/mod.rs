@@ -79,7 +79,7 @@ pub use upstream::{Account, Database, Upstream};
 use error::ApiResult;
 use faults::{Faults, REQUEST_TIMEOUT};
 use patch::PatchKind;
-use request::{Parameters, Request};
+use request::{Form, Parameters, Request};
 use resource::Resource;
 use selector::Selector;
 use state::{DeleteOptions, Deleted, Place, State, WriteOptions};
@@ -784,12 +784,7 @@ impl ApiServer {
         let options = WriteOptions { manager: manager.to_owned(), force: query.flag("force"), dry_run };
         let one = |code: u16, object: &Value| {
             let shown = resource.present(object);
-            let shown = if request.as_table {
-                table::table(resource, &[shown], &json!({}), self.shared.clock.now()).to_string()
-            } else {
-                shown.to_string()
-            };
-            Answer::Json(code, shown)
+            Answer::Json(code, form_of(resource, request.form, &shown, self.shared.clock.now()))
         };
         match verb {
             Verb::Get => state.get(resource, &place.namespace, &place.name).map(|object| one(200, &object)),
@@ -858,7 +853,7 @@ impl ApiServer {
 
     /// A list, whole or in pages. A continued page shows the same state as the first one.
     fn execute_list(&self, state: &State, request: &Request) -> ApiResult<Answer> {
-        let Request { resource, place, query, in_namespace, as_table, .. } = request;
+        let Request { resource, place, query, in_namespace, form, .. } = request;
         let selector = Selector::parse(resource, query.text("labelSelector"), query.text("fieldSelector"))?;
         let namespace = in_namespace.then_some(place.namespace.as_str());
         let latest = state.store.revision();
@@ -892,12 +887,27 @@ impl ApiServer {
             map.insert("remainingItemCount".to_owned(), json!(left));
         }
         let items: Vec<Cow<'_, Value>> = page.iter().map(|(_, object)| resource.present(object)).collect();
-        let answer = if *as_table {
-            table::table(resource, &items, &metadata, self.shared.clock.now()).to_string()
-        } else {
-            list_of(resource, &items, &metadata)
+        let answer = match form {
+            Form::Whole => list_of(resource, &items, &metadata),
+            Form::Table => table::table(resource, &items, &metadata, self.shared.clock.now()).to_string(),
+            Form::Metadata => json!({
+                "kind": "PartialObjectMetadataList",
+                "apiVersion": table::META_VERSION,
+                "metadata": metadata,
+                "items": items.iter().map(|object| table::partial(object)).collect::<Vec<_>>(),
+            })
+            .to_string(),
         };
         Ok(Answer::Json(200, answer))
+    }
+}
+
+/// An object in the form that the client requests.
+fn form_of(resource: &Resource, form: Form, object: &Cow<'_, Value>, now: Timestamp) -> String {
+    match form {
+        Form::Whole => object.to_string(),
+        Form::Table => table::table(resource, &[Cow::Borrowed(&**object)], &json!({}), now).to_string(),
+        Form::Metadata => table::partial(object).to_string(),
     }
 }
 

@@ -24,8 +24,19 @@ pub(super) struct Request {
     pub(super) query: Parameters,
     /// The caller, from the `User-Agent`.
     pub(super) user_agent: String,
-    /// The client requests lists and objects as a `meta/v1` Table.
-    pub(super) as_table: bool,
+    pub(super) form: Form,
+}
+
+/// The form in which a client requests lists and objects: the first one that it accepts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Form {
+    /// Complete.
+    #[default]
+    Whole,
+    /// As a `meta/v1` Table.
+    Table,
+    /// As `meta/v1` PartialObjectMetadata.
+    Metadata,
 }
 
 /// The query parameters.
@@ -123,18 +134,23 @@ pub(super) fn parse(registry: &Registry, parts: &Parts) -> ApiResult<Request> {
         in_namespace: namespace.is_some(),
         patch,
         user_agent: header(header::USER_AGENT).split('/').next().unwrap_or_default().to_owned(),
-        as_table: wants_table(header(header::ACCEPT)),
+        form: Form::of(header(header::ACCEPT)),
         resource,
         query,
     })
 }
 
-/// Whether the first acceptable form is a Table.
-fn wants_table(accept: &str) -> bool {
-    accept.split(',').next().is_some_and(|first| {
-        let mut parameters = first.split(';').map(str::trim);
-        parameters.next() == Some("application/json")
-            && first.split(';').any(|part| part.trim() == "as=Table")
-            && first.split(';').any(|part| part.trim() == "v=v1")
-    })
+impl Form {
+    fn of(accept: &str) -> Self {
+        let mut parts = accept.split(',').next().unwrap_or_default().split(';').map(str::trim);
+        let is_json = parts.next() == Some("application/json");
+        let parts: Vec<&str> = parts.collect();
+        match parts.iter().find_map(|part| part.strip_prefix("as=")) {
+            Some("Table") if is_json && parts.contains(&"v=v1") => Self::Table,
+            Some("PartialObjectMetadata" | "PartialObjectMetadataList") if is_json && parts.contains(&"v=v1") => {
+                Self::Metadata
+            }
+            _ => Self::Whole,
+        }
+    }
 }

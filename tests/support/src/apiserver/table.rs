@@ -8,6 +8,17 @@ use serde_json::{Value, json};
 use super::resource::{Cell, Column, Resource};
 use super::tree;
 
+/// Group and version of the forms that every kind has.
+pub(super) const META_VERSION: &str = "meta.k8s.io/v1";
+
+/// The kind of an object of which only the metadata is sent.
+pub(super) const PARTIAL: &str = "PartialObjectMetadata";
+
+/// The metadata of an object alone.
+pub(super) fn partial(object: &Value) -> Value {
+    json!({"kind": PARTIAL, "apiVersion": META_VERSION, "metadata": object.get("metadata")})
+}
+
 type Compute = fn(&Value, Timestamp) -> Value;
 
 /// Objects, in the form of the resource's version, as a Table. `metadata` is that of the list.
@@ -24,17 +35,12 @@ pub(super) fn table(resource: &Resource, objects: &[Cow<'_, Value>], metadata: &
         .iter()
         .map(|object| {
             let cells: Vec<Value> = resource.columns.iter().map(|column| cell(column, object, now)).collect();
-            let partial = json!({
-                "kind": "PartialObjectMetadata",
-                "apiVersion": "meta.k8s.io/v1",
-                "metadata": object.get("metadata"),
-            });
-            json!({"cells": cells, "object": partial})
+            json!({"cells": cells, "object": partial(object)})
         })
         .collect();
     json!({
         "kind": "Table",
-        "apiVersion": "meta.k8s.io/v1",
+        "apiVersion": META_VERSION,
         "metadata": metadata,
         "columnDefinitions": columns,
         "rows": rows,

@@ -13,12 +13,12 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::error::{ApiError, ApiResult};
 use super::faults::Fault;
-use super::request::Request;
+use super::request::{Form, Request};
 use super::resource::Resource;
 use super::selector::Selector;
 use super::store::{Change, Store};
 use super::tree;
-use super::{Caller, Link, Links, Shared, table};
+use super::{Caller, Link, Links, Shared, form_of, table};
 
 /// Interval of bookmarks, for watches that request them.
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
@@ -66,7 +66,7 @@ pub(super) struct Watch {
     bookmarks: bool,
     next_bookmark: Instant,
     deadline: Instant,
-    as_table: bool,
+    form: Form,
     cut_after: Option<usize>,
     delay: Option<Duration>,
     /// The server's restart count when this watch started.
@@ -132,7 +132,7 @@ impl Watch {
         request: &Request,
         fault: Option<Fault>,
     ) -> ApiResult<Self> {
-        let Request { resource, query, place, in_namespace, as_table, .. } = request;
+        let Request { resource, query, place, in_namespace, form, .. } = request;
         let now = Instant::now();
         let lifetime = query.number("timeoutSeconds")?.map_or(LIFETIME, Duration::from_secs);
         let life = shared.links.borrow().life;
@@ -148,7 +148,7 @@ impl Watch {
             bookmarks: query.flag("allowWatchBookmarks"),
             next_bookmark: now + BOOKMARK_INTERVAL,
             deadline: now + lifetime,
-            as_table: *as_table,
+            form: *form,
             cut_after: None,
             delay: None,
             life,
@@ -272,11 +272,7 @@ impl Watch {
 
     fn push(&mut self, kind: &str, object: &Value) {
         let shown = self.resource.present(object);
-        let text = if self.as_table {
-            table::table(&self.resource, &[shown], &json!({}), self.shared.clock.now()).to_string()
-        } else {
-            shown.to_string()
-        };
+        let text = form_of(&self.resource, self.form, &shown, self.shared.clock.now());
         self.line(kind, &text);
     }
 
@@ -285,7 +281,10 @@ impl Watch {
         if initial_end {
             tree::as_map(&mut metadata).insert("annotations".to_owned(), json!({"k8s.io/initial-events-end": "true"}));
         }
-        let (kind, version) = (&self.resource.kind, self.resource.api_version());
+        let (kind, version) = match self.form {
+            Form::Metadata => (table::PARTIAL, table::META_VERSION.to_owned()),
+            Form::Whole | Form::Table => (self.resource.kind.as_str(), self.resource.api_version()),
+        };
         let object = json!({"kind": kind, "apiVersion": version, "metadata": metadata});
         self.line("BOOKMARK", &object.to_string());
     }
