@@ -14,8 +14,6 @@ mod maps;
 mod nat;
 mod packet;
 mod report;
-#[cfg(feature = "test-variant")]
-mod variant;
 
 #[cfg(not(test))]
 #[panic_handler]

@@ -2,7 +2,7 @@
 
 use crate::isolated::{isolated, run};
 use crate::kernel::Kernel;
-use cistern_core::masquerade::cases::{self, Machine, NODE, POD_A, WEB};
+use cistern_core::masquerade::cases::{Machine, NODE, POD_A, WEB};
 use cistern_core::masquerade::decide::{Content, Direction, Packet, TcpFlags};
 use cistern_core::masquerade::plan::ExcludedReason;
 use cistern_ebpf_common::abi::{
@@ -20,14 +20,9 @@ fn filled(bpffs: &std::path::Path) -> Kernel {
     let (pod, node) = (SocketAddrV4::new(POD_A, 41_000), SocketAddrV4::new(NODE, 50_000));
     let web = SocketAddrV4::new(WEB, 443);
     for source in [pod, node] {
-        let device = cases::device(*source.ip());
-        kernel.send(
-            Direction::Egress,
-            &Packet { content: Content::Tcp(TcpFlags::SYN), source, destination: web, device },
-        );
+        kernel.send(Direction::Egress, &Packet { content: Content::Tcp(TcpFlags::SYN), source, destination: web });
     }
-    let source = SocketAddrV4::new(WEB, 39_000);
-    let inbound = Packet { content: Content::Udp, source, destination: pod, device: 0 };
+    let inbound = Packet { content: Content::Udp, source: SocketAddrV4::new(WEB, 39_000), destination: pod };
     kernel.send(Direction::Ingress, &inbound);
     kernel
 }
@@ -46,30 +41,19 @@ fn every_map_is_dumped_with_the_names_of_its_fields() {
             (
                 map::REV,
                 &["remote", "external", "remote_port", "external_port", "protocol"][..],
-                &[
-                    "origin",
-                    "origin_port",
-                    "sent",
-                    "received",
-                    "last_seen",
-                    "created",
-                    "ifindex",
-                    "owner",
-                    "endpoint_generation",
-                    "epoch",
-                ][..],
+                &["origin", "origin_port", "sent", "received", "last_seen", "created", "ifindex", "owner"][..],
             ),
             (
                 map::FWD,
                 &["source", "destination", "source_port", "destination_port", "protocol"],
-                &["external", "external_port", "checked", "epoch", "device", "endpoint_generation"],
+                &["external", "external_port", "checked"],
             ),
             (
                 map::INBOUND,
                 &["source", "destination", "source_port", "destination_port", "protocol"],
                 &["last_seen", "created", "ifindex", "sent", "received"],
             ),
-            (map::ENDPOINTS, &["address"], &["ifindex", "flags", "generation"]),
+            (map::ENDPOINTS, &["address"], &["ifindex", "flags"]),
             (map::DEVICES, &["ifindex"], &["address"]),
             (map::EXCLUDED, &["prefix_len", "data"], &["since", "reason"]),
             (map::SETTINGS, &[], &["hash_key", "flags", "window", "policy_changed", "port_first", "port_last"]),
@@ -139,28 +123,24 @@ fn layouts_are_those_of_user_space_and_every_byte_is_set() {
             (
                 map::REV,
                 "value",
-                layout!(RevValue: origin, origin_port, sent, received, last_seen, created, ifindex, owner, spare, endpoint_generation, epoch, room),
+                layout!(RevValue: origin, origin_port, sent, received, last_seen, created, ifindex, owner, zero),
             ),
             (map::FWD, "key", layout!(FlowKey: source, destination, source_port, destination_port, protocol, zero)),
-            (
-                map::FWD,
-                "value",
-                layout!(FwdValue: external, external_port, spare, checked, epoch, device, endpoint_generation, room),
-            ),
-            (map::INBOUND, "value", layout!(InboundValue: last_seen, created, ifindex, sent, received, room)),
+            (map::FWD, "value", layout!(FwdValue: external, external_port, zero, checked, generation)),
+            (map::INBOUND, "value", layout!(InboundValue: last_seen, created, ifindex, sent, received, zero)),
             (map::ENDPOINTS, "key", layout!(EndpointKey: address)),
-            (map::ENDPOINTS, "value", layout!(EndpointValue: ifindex, flags, generation, room)),
+            (map::ENDPOINTS, "value", layout!(EndpointValue: ifindex, flags)),
             (map::DEVICES, "key", layout!(DeviceKey: ifindex)),
-            (map::DEVICES, "value", layout!(DeviceValue: address, room)),
-            (map::EXCLUDED, "value", layout!(ExcludedValue: since, reason, room)),
+            (map::DEVICES, "value", layout!(DeviceValue: address)),
+            (map::EXCLUDED, "value", layout!(ExcludedValue: since, reason, zero)),
             (
                 map::SETTINGS,
                 "value",
-                layout!(SettingsValue: hash_key, flags, window, policy_changed, epoch, port_first, port_last, handover, room),
+                layout!(SettingsValue: hash_key, flags, window, policy_changed, generation, port_first, port_last, zero),
             ),
             (map::PORTS, "value", layout!(PortWord: reserved)),
-            (map::TRIES, "value", layout!(TriesValue: used, moved, spare)),
-            (map::EVENTS, "value", layout!(EventsValue: no_port, map_full, no_device_address, room)),
+            (map::TRIES, "value", layout!(TriesValue: used, moved, zero)),
+            (map::EVENTS, "value", layout!(EventsValue: no_port, map_full, no_device_address)),
             (map::COUNTERS, "value", layout!(CounterValue: packets)),
         ] {
             let path = kernel.datapath.pins().map(name);
@@ -180,7 +160,7 @@ fn layouts_are_those_of_user_space_and_every_byte_is_set() {
                 fields.into_iter().map(|(name, offset)| (name.to_owned(), offset as u64)).collect();
             assert_eq!(members, fields, "{name} {part}");
         }
-        assert_eq!(size_of::<ExcludedAddress<4>>(), 4);
+        assert_eq!(size_of::<ExcludedAddress>(), 4);
 
         // The programs make keys on their stack: the unused bytes must be zero, or one flow would have many keys.
         for name in [map::REV, map::FWD, map::INBOUND] {

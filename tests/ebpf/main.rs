@@ -18,4 +18,3 @@ mod isolated;
 mod kernel;
 mod live;
 mod pins;
-mod upgrade;

@@ -20,6 +20,9 @@ const SIZES: &str = "sizes";
 /// The bench in a real cluster, which runs the image.
 const KUBELET: &str = "kubelet";
 
+/// The bench that holds the small API server of 5,000 nodes, which is to take little of the time that it measures.
+const SCALE: &str = "scale";
+
 /// Builds optimised binaries, then runs the benches one after the other: two at a time would measure each other.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let metadata = workspace.metadata()?;
@@ -45,6 +48,9 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         command.env("CISTERN", &artifacts.cistern).env("CISTERN_CNI", &artifacts.cistern_cni);
         if name == KUBELET {
             command.env("CISTERN_IMAGE", image(workspace)?);
+        }
+        if name == SCALE {
+            command.args(["--config", "profile.dev.package.cistern-tests.opt-level=1"]);
         }
         process::run(&mut command)?;
     }
