@@ -1,10 +1,12 @@
 //! Packets on their way out by an egress device.
 //!
 //! ```text
-//!  parse ─► cache hit ─────────────────────────────────────► translate
+//!  parse ─► cache hit, by the pod's own device ────────────► translate
 //!             │ miss, SYN, or policy at once
-//!             ├─ source is the device's address ─► host: hold the port, move the flow only if a pod has it
-//!             ├─ source is no pod of ours, or an exempt one ─► pass
+//!             ├─ source is no pod of ours:
+//!             │    it is the device's address ─► host: hold the port, move the flow only if a pod has it
+//!             │    any other ─► pass
+//!             ├─ the packet came in by another device than the pod's, or the pod is exempt ─► pass
 //!             ├─ destination excluded ─► pass (TCP, shortly after the change: translate if it was before)
 //!             ├─ answer to a flow from outside ─► pass
 //!             ├─ found in the reverse map ─────────────────► translate
@@ -19,8 +21,9 @@ use aya_ebpf::bindings::{
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
 use cistern_ebpf_common::abi::{
-    Address, DeviceKey, ENDPOINT_EXEMPT, EndpointKey, ExcludedAddress, ExcludedValue, MARK_TRANSLATED, OWNER_HOST,
-    OWNER_POD, Port, REASON_OWN_NODE, RevValue, SETTING_IMMEDIATE, SETTING_MASQUERADE, SettingsValue, TCP, seen,
+    Address, DeviceKey, ENDPOINT_EXEMPT, EndpointKey, ExcludedAddress, ExcludedValue, FwdValue, MARK_TRANSLATED,
+    OWNER_HOST, OWNER_POD, Port, RevValue, SETTING_IMMEDIATE, SETTING_MASQUERADE, SettingsValue, TCP, handover, reason,
+    same_pod, seen,
 };
 use cistern_ebpf_common::counter::Counter;
 use cistern_ebpf_common::header::{tcp_never_opens, tcp_opens, tcp_seen};
@@ -28,7 +31,7 @@ use cistern_ebpf_common::header::{tcp_never_opens, tcp_opens, tcp_seen};
 use aya_ebpf::btf_maps::lpm_trie::Key;
 
 use crate::maps::{DEVICES, ENDPOINTS, EXCLUDED, FWD, INBOUND, REV, SETTINGS};
-use crate::nat::{self, Refused};
+use crate::nat::{self, Owner, Refused};
 use crate::packet::{self, Packet};
 use crate::report::{count, event};
 
@@ -40,6 +43,8 @@ enum Verdict {
     Translate(Address, Port),
     /// It ends here, counted as this.
     Drop(Counter),
+    /// It goes on as it is to the programs of another build, which decide and count.
+    Leave,
 }
 
 #[classifier]
@@ -63,6 +68,7 @@ pub fn cistern_egress(ctx: TcContext) -> i32 {
             count(kind);
             TCX_DROP
         }
+        Verdict::Leave => TCX_NEXT,
     }
 }
 
@@ -72,16 +78,35 @@ pub(crate) fn excluded(address: Address) -> Option<&'static ExcludedValue> {
     EXCLUDED.get(&Key::new(32, ExcludedAddress { address }))
 }
 
+/// Whether the packet came in by this device, which is 0 where any counts.
+#[inline(always)]
+fn came_by(ctx: &TcContext, device: u32) -> bool {
+    device == 0 || device == packet::ingress_ifindex(ctx)
+}
+
+/// Whether the source is still the endpoint that the cached flow is of. A flow of the host is of none, and is looked for.
+#[inline(always)]
+fn of_endpoint(value: &FwdValue, source: Address) -> bool {
+    // SAFETY: user space replaces endpoint values whole; the fields are one word each.
+    let endpoint = unsafe { ENDPOINTS.get(EndpointKey { address: source }) };
+    endpoint.is_some_and(|endpoint| {
+        endpoint.ifindex == value.device && same_pod(value.endpoint_generation, endpoint.generation)
+    })
+}
+
 #[inline(always)]
 fn decide(ctx: &TcContext, packet: &Packet) -> Verdict {
     let flow = &packet.flow;
+    let Some(settings) = SETTINGS.get(0) else { return Verdict::Pass(Counter::Disabled) };
+    if settings.handover == handover::WAITING {
+        return Verdict::Leave;
+    }
     if packet::mark(ctx) & MARK_TRANSLATED != 0 {
         return Verdict::Pass(Counter::AlreadyTranslated);
     }
     if packet.echo_reply {
         return Verdict::Pass(Counter::EchoReply);
     }
-    let Some(settings) = SETTINGS.get(0) else { return Verdict::Pass(Counter::Disabled) };
     if settings.flags & SETTING_MASQUERADE == 0 {
         return Verdict::Pass(Counter::Disabled);
     }
@@ -94,14 +119,18 @@ fn decide(ctx: &TcContext, packet: &Packet) -> Verdict {
         // for this one packet at worst, which the check against the reverse map notices within a second.
         let value = unsafe { &mut *value };
         // SAFETY: a plain field. Read once: user space may raise it between the comparison and the store.
-        let generation = unsafe { core::ptr::read_volatile(&settings.generation) };
-        let checked = value.generation == generation;
+        let epoch = unsafe { core::ptr::read_volatile(&settings.epoch) };
+        let checked = value.epoch == epoch;
         if !checked && !is_own_address(ctx, value.external) {
             nat::forget(flow, value.external, value.external_port);
             count(Counter::StaleAddress);
+        } else if !came_by(ctx, value.device) {
+            // Of another pod than the one that opened the flow, or of none.
+        } else if !checked && !of_endpoint(value, flow.source) {
+            let _ = FWD.remove(flow);
         } else {
             if !checked {
-                value.generation = generation;
+                value.epoch = epoch;
             }
             if opens || !sticky {
                 cached = Some((value.external, value.external_port));
@@ -112,7 +141,7 @@ fn decide(ctx: &TcContext, packet: &Packet) -> Verdict {
                     return Verdict::Translate(value.external, value.external_port);
                 }
                 if let Some(entry) = nat::owned(&flow.outside(value.external, value.external_port), flow) {
-                    nat::touch_sent(entry, flow, packet.flags, now);
+                    nat::touch_sent(entry, flow, packet.flags, value.endpoint_generation, now);
                     value.checked = now;
                     return Verdict::Translate(value.external, value.external_port);
                 }
@@ -131,8 +160,8 @@ fn decide(ctx: &TcContext, packet: &Packet) -> Verdict {
 struct Search {
     /// The address that it leaves under.
     external: Address,
-    /// [`OWNER_POD`] or [`OWNER_HOST`].
-    owner: u8,
+    /// Whose flow it is.
+    owner: Owner,
     /// The destination is excluded: an entry counts only if it is older than that, and none is made.
     excluded: bool,
 }
@@ -155,6 +184,10 @@ fn consider(
         }
         return Err(Verdict::Pass(Counter::ForeignSource));
     };
+    if !came_by(ctx, endpoint.ifindex) {
+        return Err(Verdict::Pass(Counter::OtherDevice));
+    }
+    let owner = Owner { kind: OWNER_POD, generation: endpoint.generation, device: endpoint.ifindex };
     if endpoint.flags & ENDPOINT_EXEMPT != 0 {
         return Err(Verdict::Pass(Counter::PodExempt));
     }
@@ -164,7 +197,7 @@ fn consider(
             if opens && let Some((external, port)) = cached {
                 nat::forget(flow, external, port);
             } else if prefix.since != 0 && nat::within(prefix.since, settings.window, nat::now()) {
-                return Ok(Search { external: device_address(ctx), owner: OWNER_POD, excluded: true });
+                return Ok(Search { external: device_address(ctx), owner, excluded: true });
             }
         }
         return Err(Verdict::Pass(Counter::Excluded));
@@ -191,7 +224,7 @@ fn consider(
     if let Some((external, port)) = cached
         && let Some(entry) = nat::owned(&flow.outside(external, port), flow)
     {
-        nat::touch_sent(entry, flow, packet.flags, nat::now());
+        nat::touch_sent(entry, flow, packet.flags, owner.generation, nat::now());
         return Err(Verdict::Translate(external, port));
     }
     let external = device_address(ctx);
@@ -199,7 +232,7 @@ fn consider(
         event(ctx, Counter::NoDeviceAddress, flow, nat::now());
         return Err(Verdict::Pass(Counter::NoDeviceAddress));
     }
-    Ok(Search { external, owner: OWNER_POD, excluded: false })
+    Ok(Search { external, owner, excluded: false })
 }
 
 /// Looks for the flow's entry; where there is none, makes one if a packet like this may open a flow.
@@ -221,9 +254,9 @@ fn search_or_open(
             nat::forget(flow, search.external, port);
             return Verdict::Pass(Counter::Excluded);
         }
-        nat::touch_sent(entry, flow, packet.flags, now);
-        nat::cache(settings, flow, search.external, port, now);
-        count(if search.owner == OWNER_HOST { Counter::HostTranslated } else { Counter::CacheRefilled });
+        nat::touch_sent(entry, flow, packet.flags, search.owner.generation, now);
+        nat::cache(settings, flow, search.external, port, search.owner, now);
+        count(if search.owner.kind == OWNER_HOST { Counter::HostTranslated } else { Counter::CacheRefilled });
         return Verdict::Translate(search.external, port);
     }
     if search.excluded {
@@ -233,16 +266,17 @@ fn search_or_open(
         if tcp_never_opens(packet.flags) {
             return Verdict::Pass(Counter::NeverOpens);
         }
-        if search.owner == OWNER_POD && sticky && nat::within(settings.policy_changed, settings.window, now) {
+        if search.owner.kind == OWNER_POD && sticky && nat::within(settings.policy_changed, settings.window, now) {
             return Verdict::Pass(Counter::PolicyWindow);
         }
     }
     match nat::allocate(ctx, settings, flow, search.external, search.owner, now) {
         Ok(port) => {
-            nat::cache(settings, flow, search.external, port, now);
-            count(if search.owner == OWNER_HOST { Counter::HostTranslated } else { Counter::FlowCreated });
+            nat::cache(settings, flow, search.external, port, search.owner, now);
+            count(if search.owner.kind == OWNER_HOST { Counter::HostTranslated } else { Counter::FlowCreated });
             Verdict::Translate(search.external, port)
         }
+        Err(Refused::HandedOver) => Verdict::Leave,
         Err(Refused::NoPort) => {
             event(ctx, Counter::NoPort, flow, now);
             Verdict::Drop(Counter::NoPort)
@@ -264,7 +298,7 @@ pub(crate) fn device_address(ctx: &TcContext) -> Address {
 /// Whether the address is on this node: it may be on another device than the one that the packet leaves by.
 #[inline(always)]
 fn is_own_address(ctx: &TcContext, address: Address) -> bool {
-    address == device_address(ctx) || excluded(address).is_some_and(|prefix| prefix.reason == REASON_OWN_NODE)
+    address == device_address(ctx) || excluded(address).is_some_and(|prefix| prefix.reason == reason::OWN_NODE)
 }
 
 /// A flow of the host under the address that pods leave under too. It keeps its port, which is held in the reverse map
@@ -283,24 +317,19 @@ fn host(ctx: &TcContext, settings: &SettingsValue, packet: &Packet) -> Result<Se
     let key = flow.outside(flow.source, flow.source_port);
     let now = nat::now();
     if let Some(entry) = nat::owned(&key, flow) {
-        nat::touch_sent(entry, flow, packet.flags, now);
+        nat::touch_sent(entry, flow, packet.flags, 0, now);
         return pass;
     }
     if REV.get_ptr(key).is_some() {
-        return Ok(Search { external: flow.source, owner: OWNER_HOST, excluded: false });
+        let owner = Owner { kind: OWNER_HOST, generation: 0, device: 0 };
+        return Ok(Search { external: flow.source, owner, excluded: false });
     }
-    if flow.protocol != TCP || tcp_opens(packet.flags) {
-        let value = RevValue {
-            origin: flow.source,
-            origin_port: flow.source_port,
-            sent: seen::ANY,
-            received: 0,
-            last_seen: now,
-            created: now,
-            ifindex: packet::ifindex(ctx),
-            owner: OWNER_HOST,
-            zero: [0; 3],
-        };
+    if settings.handover == handover::CLOSED {
+        return Err(Verdict::Leave);
+    }
+    let held = handover::allocates(settings.handover, u16::from_be_bytes(flow.source_port));
+    if held && (flow.protocol != TCP || tcp_opens(packet.flags)) {
+        let value = RevValue::opened(flow, OWNER_HOST, 0, packet::ifindex(ctx), now);
         // A full map costs the host its reservation, not its packet.
         let _ = REV.insert(key, value, u64::from(BPF_NOEXIST));
     }

@@ -9,7 +9,9 @@ use aya_ebpf::bindings::{
 };
 use aya_ebpf::macros::classifier;
 use aya_ebpf::programs::TcContext;
-use cistern_ebpf_common::abi::{EndpointKey, FlowKey, ICMP, InboundValue, RevKey, TCP, seen};
+use cistern_ebpf_common::abi::{
+    EndpointKey, FlowKey, ICMP, InboundValue, OWNER_POD, RevKey, RevValue, SettingsValue, TCP, handover, same_pod, seen,
+};
 use cistern_ebpf_common::counter::Counter;
 use cistern_ebpf_common::header::tcp_opens;
 
@@ -27,6 +29,10 @@ pub fn cistern_ingress(ctx: TcContext) -> i32 {
     if flow.protocol == ICMP && !packet.echo_reply {
         return TCX_NEXT;
     }
+    let Some(settings) = SETTINGS.get(0) else { return TCX_NEXT };
+    if settings.handover == handover::WAITING {
+        return TCX_NEXT;
+    }
     let key = RevKey {
         remote: flow.source,
         external: flow.destination,
@@ -38,6 +44,10 @@ pub fn cistern_ingress(ctx: TcContext) -> i32 {
     if let Some(entry) = REV.get_ptr_mut(key) {
         // SAFETY: valid until the program ends; see `nat::owned` for slots that are given away.
         let entry = unsafe { &mut *entry };
+        if !of_endpoint(entry, settings) {
+            count(Counter::PodEnded);
+            return TCX_DROP;
+        }
         nat::touch_received(entry, nat::seen_of(&flow, packet.flags), nat::now());
         let (origin, port) = (entry.origin, entry.origin_port);
         if origin == key.external && port == key.external_port {
@@ -50,17 +60,35 @@ pub fn cistern_ingress(ctx: TcContext) -> i32 {
         count(Counter::Reversed);
         return TCX_NEXT;
     }
-    if flow.protocol != ICMP {
-        remember(&ctx, &packet);
+    if flow.protocol != ICMP && settings.handover != handover::ODD {
+        remember(&ctx, settings, &packet);
     }
     TCX_NEXT
+}
+
+/// Whether the pod that opened the flow is still the endpoint at its address. Looked up once for each epoch, since nothing else
+/// ends an endpoint. A flow of the host is of no endpoint.
+#[inline(always)]
+fn of_endpoint(entry: &mut RevValue, settings: &SettingsValue) -> bool {
+    // SAFETY: a plain field. Read once: user space may raise it between the comparison and the store.
+    let epoch = unsafe { core::ptr::read_volatile(&settings.epoch) };
+    if entry.epoch == epoch || entry.owner != OWNER_POD {
+        return true;
+    }
+    // SAFETY: user space replaces endpoint values whole; the generation is one word.
+    let Some(endpoint) = (unsafe { ENDPOINTS.get(EndpointKey { address: entry.origin }) }) else { return false };
+    if !same_pod(entry.endpoint_generation, endpoint.generation) {
+        return false;
+    }
+    entry.epoch = epoch;
+    true
 }
 
 /// Keeps the inbound table: an entry is made for a TCP SYN, or for UDP, towards a pod of this node, unless the pod
 /// itself opened a flow between the same ends, whose late packets must not look like an opening. Remote ends that are
 /// excluded need none, since answers to them keep the pod's address anyway.
 #[inline(always)]
-fn remember(ctx: &TcContext, packet: &Packet) {
+fn remember(ctx: &TcContext, settings: &SettingsValue, packet: &Packet) {
     let flow = &packet.flow;
     // SAFETY: only asked whether it is there.
     if unsafe { ENDPOINTS.get(EndpointKey { address: flow.destination }) }.is_none() {
@@ -82,7 +110,7 @@ fn remember(ctx: &TcContext, packet: &Packet) {
         }
         return;
     }
-    if (flow.protocol == TCP && !opens) || excluded(flow.source).is_some() || translated(ctx, &answer) {
+    if (flow.protocol == TCP && !opens) || excluded(flow.source).is_some() || translated(ctx, settings, &answer) {
         return;
     }
     let value = InboundValue {
@@ -91,7 +119,7 @@ fn remember(ctx: &TcContext, packet: &Packet) {
         ifindex: packet::ifindex(ctx),
         sent: 0,
         received: seen::ANY,
-        zero: [0; 2],
+        room: [0; 10],
     };
     if INBOUND.insert(answer, value, u64::from(BPF_ANY)).is_ok() {
         count(Counter::InboundCreated);
@@ -100,9 +128,6 @@ fn remember(ctx: &TcContext, packet: &Packet) {
 
 /// Whether the pod's flow is a translated one.
 #[inline(always)]
-fn translated(ctx: &TcContext, flow: &FlowKey) -> bool {
-    if FWD.get_ptr(flow).is_some() {
-        return true;
-    }
-    SETTINGS.get(0).is_some_and(|settings| nat::find(settings, flow, device_address(ctx)).is_some())
+fn translated(ctx: &TcContext, settings: &SettingsValue, flow: &FlowKey) -> bool {
+    FWD.get_ptr(flow).is_some() || nat::find(settings, flow, device_address(ctx)).is_some()
 }

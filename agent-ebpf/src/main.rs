@@ -14,6 +14,8 @@ mod maps;
 mod nat;
 mod packet;
 mod report;
+#[cfg(feature = "test-variant")]
+mod variant;
 
 #[cfg(not(test))]
 #[panic_handler]

@@ -7,7 +7,7 @@ use aya_ebpf::bindings::{BPF_ANY, BPF_NOEXIST, bpf_sock_tuple};
 use aya_ebpf::helpers::{bpf_ktime_get_coarse_ns, bpf_sk_lookup_udp, bpf_sk_release, bpf_skc_lookup_tcp};
 use aya_ebpf::programs::TcContext;
 use cistern_ebpf_common::abi::{
-    Address, FlowKey, FwdValue, ICMP, OWNER_POD, Port, RevKey, RevValue, SettingsValue, TCP, seen,
+    Address, FlowKey, FwdValue, ICMP, OWNER_POD, Port, RevKey, RevValue, SettingsValue, TCP, handover, seen,
 };
 use cistern_ebpf_common::header::{tcp_opens, tcp_seen};
 use cistern_ebpf_common::ports::{self, PortRange, PortWalk, flow_hash};
@@ -36,9 +36,22 @@ pub(crate) fn seen_of(flow: &FlowKey, flags: u8) -> u8 {
     if flow.protocol == TCP { tcp_seen(flags) } else { seen::ANY }
 }
 
+/// Whose flow is looked for or opened.
+#[derive(Clone, Copy)]
+pub(crate) struct Owner {
+    /// `OWNER_POD` or `OWNER_HOST`.
+    pub(crate) kind: u8,
+    /// The endpoint's; 0 for the host.
+    pub(crate) generation: u32,
+    /// The device by which its packets come in; 0 where any counts.
+    pub(crate) device: u32,
+}
+
 /// Why a flow got no entry.
 #[derive(Clone, Copy)]
 pub(crate) enum Refused {
+    /// The programs that take over from these make it.
+    HandedOver,
     /// All ports tried are taken.
     NoPort,
     /// The reverse map is full.
@@ -63,9 +76,13 @@ pub(crate) fn givable(settings: &SettingsValue, protocol: u8, port: u16) -> bool
     range(settings, protocol).contains(port) && (protocol == ICMP || !reserved(port))
 }
 
-/// Records a packet that the flow's own end sent. A TCP SYN starts the entry's life anew.
+/// Records a packet that the flow's own end sent. A TCP SYN starts the entry's life anew. An entry that a former pod with the same
+/// address left under the same ends becomes this one's.
 #[inline(always)]
-pub(crate) fn touch_sent(value: &mut RevValue, flow: &FlowKey, flags: u8, now: u32) {
+pub(crate) fn touch_sent(value: &mut RevValue, flow: &FlowKey, flags: u8, generation: u32, now: u32) {
+    if value.endpoint_generation != generation {
+        value.endpoint_generation = generation;
+    }
     if flow.protocol == TCP && tcp_opens(flags) {
         value.sent = seen::ANY;
         value.received = 0;
@@ -131,9 +148,24 @@ pub(crate) fn find(
 
 /// Puts a flow into the cache. That this fails is no harm: the next packet searches.
 #[inline(always)]
-pub(crate) fn cache(settings: &SettingsValue, flow: &FlowKey, external: Address, external_port: Port, now: u32) {
-    let generation = settings.generation;
-    let value = FwdValue { external, external_port, zero: [0; 2], checked: now, generation };
+pub(crate) fn cache(
+    settings: &SettingsValue,
+    flow: &FlowKey,
+    external: Address,
+    external_port: Port,
+    owner: Owner,
+    now: u32,
+) {
+    let value = FwdValue {
+        external,
+        external_port,
+        spare: [0; 2],
+        checked: now,
+        epoch: settings.epoch,
+        device: owner.device,
+        endpoint_generation: owner.generation,
+        room: [0; 8],
+    };
     let _ = FWD.insert(flow, value, u64::from(BPF_ANY));
 }
 
@@ -169,20 +201,14 @@ pub(crate) fn allocate(
     settings: &SettingsValue,
     flow: &FlowKey,
     external: Address,
-    owner: u8,
+    owner: Owner,
     now: u32,
 ) -> Result<Port, Refused> {
-    let value = RevValue {
-        origin: flow.source,
-        origin_port: flow.source_port,
-        sent: seen::ANY,
-        received: 0,
-        last_seen: now,
-        created: now,
-        ifindex: crate::packet::ifindex(ctx),
-        owner,
-        zero: [0; 3],
-    };
+    if settings.handover == handover::CLOSED {
+        return Err(Refused::HandedOver);
+    }
+    let ifindex = crate::packet::ifindex(ctx);
+    let value = RevValue::opened(flow, owner.kind, owner.generation, ifindex, now);
     let mut walk = PortWalk::new(range(settings, flow.protocol), 0);
     for attempt in 0..ports::TRIES {
         let port = if attempt == 0 {
@@ -194,7 +220,7 @@ pub(crate) fn allocate(
             }
             walk.next_port()
         };
-        if !givable(settings, flow.protocol, port) {
+        if !givable(settings, flow.protocol, port) || !handover::allocates(settings.handover, port) {
             continue;
         }
         let port = port.to_be_bytes();

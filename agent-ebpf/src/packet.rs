@@ -42,6 +42,13 @@ pub(crate) fn ifindex(ctx: &TcContext) -> u32 {
     unsafe { (*ctx.skb.skb).ifindex }
 }
 
+/// The device by which the packet came to this node; 0 where the node itself sends it.
+#[inline(always)]
+pub(crate) fn ingress_ifindex(ctx: &TcContext) -> u32 {
+    // SAFETY: as above.
+    unsafe { (*ctx.skb.skb).ingress_ifindex }
+}
+
 /// The mark of the packet.
 #[inline(always)]
 pub(crate) fn mark(ctx: &TcContext) -> u32 {

@@ -124,12 +124,13 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 fn frame(flags: TcpFlags, from: (Ipv4Addr, u16), to: (Ipv4Addr, u16)) -> Vec<u8> {
     let (source, destination) = (SocketAddrV4::new(from.0, from.1), SocketAddrV4::new(to.0, to.1));
-    frame::build(&Packet { content: Content::Tcp(flags), source, destination }, &[0; 64])
+    frame::build(&Packet { content: Content::Tcp(flags), source, destination, device: 0 }, &[0; 64])
 }
 
 /// What one call tells, in nanoseconds for a run.
 fn run(program: &SchedClassifier, frame: &[u8], repeat: u32) -> Result<u64, Box<dyn Error>> {
-    let options = TestRunOptions { data_in: Some(frame), repeat, ..TestRunOptions::new() };
+    let context = frame::context(cases::device(POD_A));
+    let options = TestRunOptions { data_in: Some(frame), ctx_in: Some(&context), repeat, ..TestRunOptions::new() };
     Ok(u64::try_from(program.test_run(options)?.duration.as_nanos())?)
 }
 

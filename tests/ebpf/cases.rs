@@ -13,7 +13,7 @@ fn end(address: Ipv4Addr, port: u16) -> SocketAddrV4 {
 }
 
 fn udp(from: SocketAddrV4, to: SocketAddrV4) -> Packet {
-    Packet { content: Content::Udp, source: from, destination: to }
+    Packet { content: Content::Udp, source: from, destination: to, device: cases::device(*from.ip()) }
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn checksums_are_right_whatever_the_packet_holds() {
                 _ => Content::EchoRequest,
             };
             let payload: Vec<u8> = (0..next() % 700).map(|_| next() as u8).collect();
-            let packet = Packet { content, source, destination: remote };
+            let packet = Packet { content, source, destination: remote, device: 0 };
             let frame = with_options(build(&packet, &payload), (next() % 11) as usize * 4);
             let (number, after) = kernel.pass(Direction::Egress, &frame);
             assert_eq!(number, -1, "round {round}");
@@ -98,7 +98,7 @@ fn checksums_are_right_whatever_the_packet_holds() {
                 Content::EchoRequest => (Content::EchoReply, end(*remote.ip(), 0)),
                 content => (content, remote),
             };
-            let answer = Packet { content, source: from, destination: external };
+            let answer = Packet { content, source: from, destination: external, device: 0 };
             let frame = with_options(build(&answer, &payload), (next() % 11) as usize * 4);
             let (_, after) = kernel.pass(Direction::Ingress, &frame);
             assert_eq!(frame::verdict(&frame, &after), Verdict::Destination(source), "round {round}");
@@ -145,6 +145,7 @@ fn a_port_that_a_socket_of_the_host_has_is_given_to_no_pod() {
         let listener = TcpListener::bind((NODE, 41_000)).unwrap();
         let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 41_001)).unwrap();
         let tcp = |port| Packet {
+            device: cases::device(POD_A),
             content: Content::Tcp(TcpFlags::SYN),
             source: end(POD_A, port),
             destination: end(WEB, 443),
@@ -183,7 +184,7 @@ fn frames_that_are_no_whole_ipv4_packet_pass_untouched_and_are_counted() {
                 (&cut, vec!["malformed"]),
                 (&tagged, vec![]),
             ] {
-                let (number, after) = kernel.pass(direction, frame);
+                let (number, after) = kernel.pass_by(direction, 0, frame);
                 assert_eq!((number, &after), (-1, frame), "{frame:02x?}");
                 assert_eq!(kernel.counted(), counters, "{frame:02x?}");
             }

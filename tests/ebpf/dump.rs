@@ -2,7 +2,7 @@
 
 use crate::isolated::{isolated, run};
 use crate::kernel::Kernel;
-use cistern_core::masquerade::cases::{Machine, NODE, POD_A, WEB};
+use cistern_core::masquerade::cases::{self, Machine, NODE, POD_A, WEB};
 use cistern_core::masquerade::decide::{Content, Direction, Packet, TcpFlags};
 use cistern_core::masquerade::plan::ExcludedReason;
 use cistern_ebpf_common::abi::{
@@ -20,9 +20,14 @@ fn filled(bpffs: &std::path::Path) -> Kernel {
     let (pod, node) = (SocketAddrV4::new(POD_A, 41_000), SocketAddrV4::new(NODE, 50_000));
     let web = SocketAddrV4::new(WEB, 443);
     for source in [pod, node] {
-        kernel.send(Direction::Egress, &Packet { content: Content::Tcp(TcpFlags::SYN), source, destination: web });
+        let device = cases::device(*source.ip());
+        kernel.send(
+            Direction::Egress,
+            &Packet { content: Content::Tcp(TcpFlags::SYN), source, destination: web, device },
+        );
     }
-    let inbound = Packet { content: Content::Udp, source: SocketAddrV4::new(WEB, 39_000), destination: pod };
+    let source = SocketAddrV4::new(WEB, 39_000);
+    let inbound = Packet { content: Content::Udp, source, destination: pod, device: 0 };
     kernel.send(Direction::Ingress, &inbound);
     kernel
 }
@@ -41,19 +46,30 @@ fn every_map_is_dumped_with_the_names_of_its_fields() {
             (
                 map::REV,
                 &["remote", "external", "remote_port", "external_port", "protocol"][..],
-                &["origin", "origin_port", "sent", "received", "last_seen", "created", "ifindex", "owner"][..],
+                &[
+                    "origin",
+                    "origin_port",
+                    "sent",
+                    "received",
+                    "last_seen",
+                    "created",
+                    "ifindex",
+                    "owner",
+                    "endpoint_generation",
+                    "epoch",
+                ][..],
             ),
             (
                 map::FWD,
                 &["source", "destination", "source_port", "destination_port", "protocol"],
-                &["external", "external_port", "checked"],
+                &["external", "external_port", "checked", "epoch", "device", "endpoint_generation"],
             ),
             (
                 map::INBOUND,
                 &["source", "destination", "source_port", "destination_port", "protocol"],
                 &["last_seen", "created", "ifindex", "sent", "received"],
             ),
-            (map::ENDPOINTS, &["address"], &["ifindex", "flags"]),
+            (map::ENDPOINTS, &["address"], &["ifindex", "flags", "generation"]),
             (map::DEVICES, &["ifindex"], &["address"]),
             (map::EXCLUDED, &["prefix_len", "data"], &["since", "reason"]),
             (map::SETTINGS, &[], &["hash_key", "flags", "window", "policy_changed", "port_first", "port_last"]),
@@ -123,24 +139,28 @@ fn layouts_are_those_of_user_space_and_every_byte_is_set() {
             (
                 map::REV,
                 "value",
-                layout!(RevValue: origin, origin_port, sent, received, last_seen, created, ifindex, owner, zero),
+                layout!(RevValue: origin, origin_port, sent, received, last_seen, created, ifindex, owner, spare, endpoint_generation, epoch, room),
             ),
             (map::FWD, "key", layout!(FlowKey: source, destination, source_port, destination_port, protocol, zero)),
-            (map::FWD, "value", layout!(FwdValue: external, external_port, zero, checked, generation)),
-            (map::INBOUND, "value", layout!(InboundValue: last_seen, created, ifindex, sent, received, zero)),
+            (
+                map::FWD,
+                "value",
+                layout!(FwdValue: external, external_port, spare, checked, epoch, device, endpoint_generation, room),
+            ),
+            (map::INBOUND, "value", layout!(InboundValue: last_seen, created, ifindex, sent, received, room)),
             (map::ENDPOINTS, "key", layout!(EndpointKey: address)),
-            (map::ENDPOINTS, "value", layout!(EndpointValue: ifindex, flags)),
+            (map::ENDPOINTS, "value", layout!(EndpointValue: ifindex, flags, generation, room)),
             (map::DEVICES, "key", layout!(DeviceKey: ifindex)),
-            (map::DEVICES, "value", layout!(DeviceValue: address)),
-            (map::EXCLUDED, "value", layout!(ExcludedValue: since, reason, zero)),
+            (map::DEVICES, "value", layout!(DeviceValue: address, room)),
+            (map::EXCLUDED, "value", layout!(ExcludedValue: since, reason, room)),
             (
                 map::SETTINGS,
                 "value",
-                layout!(SettingsValue: hash_key, flags, window, policy_changed, generation, port_first, port_last, zero),
+                layout!(SettingsValue: hash_key, flags, window, policy_changed, epoch, port_first, port_last, handover, room),
             ),
             (map::PORTS, "value", layout!(PortWord: reserved)),
-            (map::TRIES, "value", layout!(TriesValue: used, moved, zero)),
-            (map::EVENTS, "value", layout!(EventsValue: no_port, map_full, no_device_address)),
+            (map::TRIES, "value", layout!(TriesValue: used, moved, spare)),
+            (map::EVENTS, "value", layout!(EventsValue: no_port, map_full, no_device_address, room)),
             (map::COUNTERS, "value", layout!(CounterValue: packets)),
         ] {
             let path = kernel.datapath.pins().map(name);
@@ -160,7 +180,7 @@ fn layouts_are_those_of_user_space_and_every_byte_is_set() {
                 fields.into_iter().map(|(name, offset)| (name.to_owned(), offset as u64)).collect();
             assert_eq!(members, fields, "{name} {part}");
         }
-        assert_eq!(size_of::<ExcludedAddress>(), 4);
+        assert_eq!(size_of::<ExcludedAddress<4>>(), 4);
 
         // The programs make keys on their stack: the unused bytes must be zero, or one flow would have many keys.
         for name in [map::REV, map::FWD, map::INBOUND] {

@@ -4,11 +4,11 @@ use crate::isolated::isolated;
 use crate::kernel::{Kernel, LOOPBACK};
 use aya::maps::{HashMap, MapData};
 use cistern::datapath::Collected;
-use cistern_core::masquerade::cases::{Machine, NODE, NODE_OTHER, POD_A, POD_B, WEB};
+use cistern_core::masquerade::cases::{self, Machine, NODE, NODE_OTHER, POD_A, POD_B, WEB};
 use cistern_core::masquerade::decide::{Content, Direction, Packet, TcpFlags, Verdict};
 use cistern_core::masquerade::expire::{FlowOwner, FlowState, Protocol};
 use cistern_core::masquerade::plan::DeviceEntry;
-use cistern_ebpf_common::abi::{FlowKey, FwdValue, RevKey, RevValue};
+use cistern_ebpf_common::abi::{FlowKey, FwdValue, OWNER_POD, RevKey, RevValue};
 use std::net::{Ipv4Addr, SocketAddrV4};
 
 fn end(address: Ipv4Addr, port: u16) -> SocketAddrV4 {
@@ -16,7 +16,7 @@ fn end(address: Ipv4Addr, port: u16) -> SocketAddrV4 {
 }
 
 fn packet(content: Content, from: (Ipv4Addr, u16), to: (Ipv4Addr, u16)) -> Packet {
-    Packet { content, source: end(from.0, from.1), destination: end(to.0, to.1) }
+    Packet { content, source: end(from.0, from.1), destination: end(to.0, to.1), device: cases::device(from.0) }
 }
 
 const A: (Ipv4Addr, u16) = (POD_A, 41_000);
@@ -126,6 +126,23 @@ fn tcp_flows_go_by_their_state() {
 }
 
 #[test]
+fn flows_of_a_pod_that_has_ended_go_soon_and_those_of_others_stay() {
+    isolated(|bpffs| {
+        let mut kernel = Kernel::new(&bpffs.join("cistern"));
+        for (port, pod) in [(41_000, POD_A), (41_001, POD_B)] {
+            kernel.send(Direction::Egress, &packet(Content::Tcp(TcpFlags::SYN), (pod, port), W));
+            kernel.send(Direction::Ingress, &packet(Content::Tcp(TcpFlags::SYN_ACK), W, (NODE, port)));
+        }
+        assert_eq!(collect(&kernel, 100).expired, 0, "both are established");
+        kernel.endpoint(POD_A, None);
+        assert_eq!(collect(&kernel, 9).expired, 0);
+        assert_eq!(collect(&kernel, 10).expired, 1);
+        let [left] = kernel.view.flows().unwrap().try_into().unwrap();
+        assert_eq!(*left.origin.ip(), POD_B);
+    });
+}
+
+#[test]
 fn inbound_entries_go_too() {
     isolated(|bpffs| {
         let mut kernel = Kernel::new(&bpffs.join("cistern"));
@@ -181,17 +198,7 @@ fn many_flows_are_listed_whole() {
             protocol: 6,
             zero: [0; 3],
         };
-        let value = RevValue {
-            origin: POD_A.octets(),
-            origin_port: [0; 2],
-            sent: 1,
-            received: 1,
-            last_seen: 1,
-            created: 1,
-            ifindex: 2,
-            owner: 0,
-            zero: [0; 3],
-        };
+        let value = RevValue { received: 1, ..RevValue::opened(&flow, OWNER_POD, 1, 2, 1) };
         for port in 0..60_000_u16 {
             let key = flow.outside(NODE.octets(), port.to_be_bytes());
             map.insert(key, RevValue { origin_port: port.to_be_bytes(), ..value }, 0).unwrap();

@@ -76,6 +76,14 @@ pub(crate) fn build(packet: &Packet, payload: &[u8]) -> Vec<u8> {
     frame
 }
 
+/// The start of the kernel's `struct __sk_buff`, for a test run of a packet that came in by this device.
+pub(crate) fn context(device: u32) -> [u8; 40] {
+    const INGRESS_IFINDEX: usize = 36;
+    let mut context = [0; 40];
+    context[INGRESS_IFINDEX..].copy_from_slice(&device.to_ne_bytes());
+    context
+}
+
 /// Where the transport header starts.
 fn transport_at(frame: &[u8]) -> usize {
     ETHERNET + usize::from(frame[ETHERNET] & 0x0f) * 4

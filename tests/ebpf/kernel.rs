@@ -4,7 +4,7 @@ use crate::frame;
 use aya::maps::lpm_trie::{Key, LpmTrie};
 use aya::maps::{Array, HashMap, Map, MapData};
 use aya::programs::{SchedClassifier, TestRun, TestRunOptions};
-use cistern::datapath::{Capacities, Datapath, Devices, Endpoints, Events, Excluded, Settings, View};
+use cistern::datapath::{Build, Capacities, Datapath, Devices, Endpoints, Events, Excluded, Settings, View};
 use cistern_core::masquerade::cases::{self, Machine};
 use cistern_core::masquerade::decide::{Direction, Packet, Verdict};
 use cistern_core::masquerade::plan::{DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
@@ -45,9 +45,27 @@ impl Kernel {
     }
 
     pub(crate) fn with(root: &Path, capacities: Capacities) -> Self {
-        let (datapath, events) = Datapath::open(root, capacities).expect("load");
+        let mut kernel = Self::of(root, &Build::embedded().expect("object"), capacities);
+        kernel.settings.set(&cases::settings()).expect("settings");
+        for (address, entry) in cases::endpoints() {
+            kernel.endpoints.insert(address, entry).expect("endpoint");
+        }
+        kernel.exclude_fixture();
+        kernel.readdress(Some(cases::NODE));
+        kernel
+    }
+
+    pub(crate) fn exclude_fixture(&mut self) {
+        for (prefix, reason) in cases::excluded() {
+            self.excluded.insert(prefix, reason).expect("excluded");
+        }
+    }
+
+    /// Programs of this build over maps with the rows that are pinned.
+    pub(crate) fn of(root: &Path, build: &Build<'_>, capacities: Capacities) -> Self {
+        let (datapath, events) = Datapath::open_build(root, build, capacities, &mut |_| Ok(())).expect("load");
         let program = |name| SchedClassifier::from_pin(datapath.pins().program(name)).expect("pinned program");
-        let mut kernel = Self {
+        Self {
             excluded: datapath.excluded().expect("excluded"),
             endpoints: datapath.endpoints().expect("endpoints"),
             devices: datapath.devices().expect("devices"),
@@ -58,22 +76,25 @@ impl Kernel {
             counters: BTreeMap::new(),
             events: Some(events),
             datapath,
-        };
-        kernel.settings.set(&cases::settings()).expect("settings");
-        for (address, entry) in cases::endpoints() {
-            kernel.endpoints.insert(address, entry).expect("endpoint");
         }
-        for (prefix, reason) in cases::excluded() {
-            kernel.excluded.insert(prefix, reason).expect("excluded");
-        }
-        kernel.readdress(Some(cases::NODE));
-        kernel
     }
 
-    /// Sends a frame; returns the verdict's number and what came out.
+    /// Sends a frame that came in by the device of the pod that its source names; returns the verdict's number and what came
+    /// out.
     pub(crate) fn pass(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>) {
+        self.pass_by(direction, cases::device(*frame::ends(frame).0.ip()), frame)
+    }
+
+    /// [`Kernel::pass`] for a frame that came in by this device.
+    pub(crate) fn pass_by(&self, direction: Direction, device: u32, frame: &[u8]) -> (i32, Vec<u8>) {
         let mut out = vec![0; frame.len() + 64];
-        let options = TestRunOptions { data_in: Some(frame), data_out: Some(&mut out), ..TestRunOptions::new() };
+        let context = frame::context(device);
+        let options = TestRunOptions {
+            data_in: Some(frame),
+            data_out: Some(&mut out),
+            ctx_in: Some(&context),
+            ..TestRunOptions::new()
+        };
         let program = if direction == Direction::Egress { &self.egress } else { &self.ingress };
         let result = program.test_run(options).expect("test run");
         out.truncate(frame.len());
@@ -102,7 +123,7 @@ impl Kernel {
 impl Machine for Kernel {
     fn send(&mut self, direction: Direction, packet: &Packet) -> (Verdict, Vec<String>) {
         let frame = frame::build(packet, b"payload");
-        let (number, after) = self.pass(direction, &frame);
+        let (number, after) = self.pass_by(direction, packet.device, &frame);
         let verdict = match number {
             NEXT => frame::verdict(&frame, &after),
             DROP => Verdict::Drop,
@@ -117,6 +138,13 @@ impl Machine for Kernel {
 
     fn include(&mut self, prefix: Ipv4Net) {
         self.excluded.remove(prefix).expect("include");
+    }
+
+    fn endpoint(&mut self, address: Ipv4Addr, entry: Option<EndpointEntry>) {
+        match entry {
+            Some(entry) => self.endpoints.insert(address, entry).expect("endpoint"),
+            None => self.endpoints.remove(address).expect("endpoint"),
+        }
     }
 
     fn configure(&mut self, settings: &DatapathSettings) {
@@ -152,5 +180,5 @@ impl Machine for Kernel {
     }
 }
 
-/// A pod that is masqueraded.
-pub(crate) const POD: EndpointEntry = EndpointEntry { ifindex: 7, no_masquerade: false };
+/// A pod that is masqueraded, whatever device its packets come in by.
+pub(crate) const POD: EndpointEntry = EndpointEntry { ifindex: 0, no_masquerade: false, generation: 1 };

@@ -5,7 +5,7 @@ use crate::kernel::{CAPACITIES, Kernel};
 use cistern::datapath::{Attachments, ChainProgram, Datapath, DatapathError, Pins};
 use cistern::reconciler::BlockingOperations;
 use cistern_core::masquerade::cases::{NODE, POD_A, WEB};
-use cistern_core::masquerade::plan::{AttachmentEntry, DeviceEntry};
+use cistern_core::masquerade::plan::{AttachmentEntry, DeviceEntry, EndpointEntry};
 use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, SockaddrIn, bind, connect, setsockopt, socket, sockopt::RcvBufForce,
@@ -26,13 +26,13 @@ use std::time::{Duration, Instant};
 /// ```
 ///
 /// The outside host has no route to pods, so it can only answer the node.
-struct Site {
-    pod: Netns,
-    outside: Netns,
+pub(crate) struct Site {
+    pub(crate) pod: Netns,
+    pub(crate) outside: Netns,
 }
 
 impl Site {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let (pod, outside) = (Netns::new("pod"), Netns::new("outside"));
         run(&format!(
             "ip link add cstpod type veth peer name eth0 netns pod
@@ -54,16 +54,23 @@ impl Site {
     }
 
     /// Programs and maps under `root`, attached to the uplink.
-    fn serve(root: &Path) -> (Kernel, Attachments) {
+    pub(crate) fn serve(root: &Path) -> (Kernel, Attachments) {
         let mut kernel = Kernel::new(root);
-        kernel.devices.insert(uplink(), DeviceEntry { address: Some(NODE) }).unwrap();
+        Self::configure(&mut kernel);
         let mut attachments = kernel.datapath.attachments().unwrap();
         attachments.attach(uplink(), "eth0").unwrap();
         (kernel, attachments)
     }
 
+    /// The uplink and the pod, as the datapath knows them.
+    pub(crate) fn configure(kernel: &mut Kernel) {
+        kernel.devices.insert(uplink(), DeviceEntry { address: Some(NODE) }).unwrap();
+        let pod = EndpointEntry { ifindex: if_nametoindex("cstpod").unwrap(), no_masquerade: false, generation: 1 };
+        kernel.endpoints.insert(POD_A, pod).unwrap();
+    }
+
     /// A UDP server outside that tells every client the address it sees.
-    fn mirror(&self) -> UdpSocket {
+    pub(crate) fn mirror(&self) -> UdpSocket {
         let server = self.outside.enter(|| UdpSocket::bind((WEB, 53)).unwrap());
         let answering = server.try_clone().unwrap();
         thread::spawn(move || {
@@ -80,7 +87,7 @@ impl Site {
     }
 
     /// What the mirror answers to a pod that speaks from this port.
-    fn ask(&self, port: u16, text: &str) -> std::io::Result<String> {
+    pub(crate) fn ask(&self, port: u16, text: &str) -> std::io::Result<String> {
         let socket = self.pod.enter(|| UdpSocket::bind((POD_A, port)).unwrap());
         socket.set_read_timeout(Some(Duration::from_secs(5)))?;
         socket.send_to(text.as_bytes(), (WEB, 53))?;
@@ -109,12 +116,12 @@ impl Site {
     }
 }
 
-fn uplink() -> u32 {
+pub(crate) fn uplink() -> u32 {
     if_nametoindex("eth0").unwrap()
 }
 
 /// A TCP connection from this port, made in the namespace that this thread is in.
-fn connect_from(port: u16, to: SocketAddrV4) -> TcpStream {
+pub(crate) fn connect_from(port: u16, to: SocketAddrV4) -> TcpStream {
     let fd = socket(AddressFamily::Inet, SockType::Stream, SockFlag::empty(), None).unwrap();
     setsockopt(&fd, ReuseAddr, &true).unwrap();
     bind(fd.as_raw_fd(), &SockaddrIn::from(SocketAddrV4::new(POD_A, port))).unwrap();
@@ -123,7 +130,7 @@ fn connect_from(port: u16, to: SocketAddrV4) -> TcpStream {
 }
 
 /// A TCP server outside that sends back all it gets, on every connection.
-fn echo_server(site: &Site, port: u16, seen: impl Fn(IpAddr) + Send + Sync + 'static) {
+pub(crate) fn echo_server(site: &Site, port: u16, seen: impl Fn(IpAddr) + Send + Sync + 'static) {
     let listener = site.outside.enter(|| TcpListener::bind((WEB, port)).unwrap());
     let seen = std::sync::Arc::new(seen);
     thread::spawn(move || {

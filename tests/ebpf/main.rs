@@ -18,3 +18,4 @@ mod isolated;
 mod kernel;
 mod live;
 mod pins;
+mod upgrade;

@@ -13,7 +13,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 fn udp(port: u16) -> Packet {
-    Packet { content: Content::Udp, source: SocketAddrV4::new(POD_A, port), destination: SocketAddrV4::new(WEB, 53) }
+    Packet {
+        content: Content::Udp,
+        source: SocketAddrV4::new(POD_A, port),
+        destination: SocketAddrV4::new(WEB, 53),
+        device: cases::device(POD_A),
+    }
 }
 
 #[test]
@@ -37,7 +42,7 @@ fn a_map_of_flows_of_another_size_is_kept_and_any_other_difference_is_refused() 
         let larger = Capacities { flows: CAPACITIES.flows * 2, ..CAPACITIES };
         let (datapath, _) = Datapath::open(&root, larger).unwrap();
         let kept: Vec<String> = datapath.kept_capacities().iter().map(ToString::to_string).collect();
-        let [rev, fwd] = &kept[..] else { panic!("{kept:?}") };
+        let [fwd, rev] = &kept[..] else { panic!("{kept:?}") };
         assert!(rev.contains("cst_rev holds 4096 entries, and 8192 are configured"), "{rev}");
         assert!(fwd.contains("cst_fwd"), "{fwd}");
 

@@ -205,10 +205,7 @@ fn llvm_of_libraries(listed: &str) -> Option<u32> {
     digits.parse().ok()
 }
 
-/// Builds the kernel programs, says with what, and returns where the object is.
-///
-/// The object is replaced only when its content changed: the agent's build script watches it, and an untouched object
-/// must not rebuild the agent.
+/// Builds the kernel programs and their variant for tests, says with what, and returns where the object is.
 pub(crate) fn build(workspace: &Workspace) -> Result<PathBuf> {
     let toolchain = toolchain().map_err(|refused| {
         let reasons = refused.join("\n  - ");
@@ -218,9 +215,22 @@ pub(crate) fn build(workspace: &Workspace) -> Result<PathBuf> {
         )
     })?;
     eprintln!("kernel programs: {toolchain}");
-    process::run(&mut toolchain.cargo(workspace, "build"))?;
+    object(workspace, &toolchain, VARIANT)?;
+    object(workspace, &toolchain, "")
+}
+
+/// The feature of the programs' variant, which tests upgrade to and come back from.
+const VARIANT: &str = "test-variant";
+
+/// Builds one object, with this feature of the programs.
+///
+/// The object is replaced only when its content changed: the agent's build script watches it, and an untouched object
+/// must not rebuild the agent.
+fn object(workspace: &Workspace, toolchain: &Toolchain, feature: &str) -> Result<PathBuf> {
+    process::run(toolchain.cargo(workspace, "build").args(["--features", feature]))?;
     let built = directory(workspace).join(EBPF_TARGET).join("release").join(EBPF_PACKAGE);
-    let object = directory(workspace).join("cistern.o");
+    let name = if feature.is_empty() { "cistern.o".to_owned() } else { format!("cistern-{feature}.o") };
+    let object = directory(workspace).join(name);
     let content = std::fs::read(&built).with_context(|| format!("reading {}", built.display()))?;
     if !content.starts_with(b"\x7fELF") {
         bail!("{} is no ELF object: was it linked by bpf-linker?", built.display());

@@ -20,11 +20,11 @@ pub const UDP: u8 = 17;
 /// An echo request has its identifier as `source_port` and 0 as `destination_port`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(C)]
-pub struct FlowKey {
+pub struct FlowKey<const N: usize = 4> {
     /// The pod, or the host for its own flows.
-    pub source: Address,
+    pub source: [u8; N],
     /// The remote end.
-    pub destination: Address,
+    pub destination: [u8; N],
     /// Port at `source`.
     pub source_port: Port,
     /// Port at `destination`.
@@ -35,16 +35,16 @@ pub struct FlowKey {
     pub zero: [u8; 3],
 }
 
-/// The outside end of a translated flow: key of the reverse map.
+/// The translated tuple of a flow, the remote end and the post-NAT source: key of the reverse map.
 ///
 /// It is what an answer carries. An echo reply has 0 as `remote_port` and its identifier as `external_port`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(C)]
-pub struct RevKey {
+pub struct RevKey<const N: usize = 4> {
     /// The remote end.
-    pub remote: Address,
+    pub remote: [u8; N],
     /// The node's address that the flow leaves under.
-    pub external: Address,
+    pub external: [u8; N],
     /// Port at `remote`.
     pub remote_port: Port,
     /// Port at `external`.
@@ -55,12 +55,13 @@ pub struct RevKey {
     pub zero: [u8; 3],
 }
 
-/// Who owns an outside end: value of the reverse map.
+/// The owner of a translated tuple: value of the reverse map.
+#[cfg(not(feature = "test-variant"))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
-pub struct RevValue {
+pub struct RevValue<const N: usize = 4> {
     /// The pod, or the host for its own flows.
-    pub origin: Address,
+    pub origin: [u8; N],
     /// Port at `origin`.
     pub origin_port: Port,
     /// What was seen from `origin`: bits of [`seen`]. Written by egress only.
@@ -75,13 +76,67 @@ pub struct RevValue {
     pub ifindex: u32,
     /// Whose flow it is: [`OWNER_POD`] or [`OWNER_HOST`].
     pub owner: u8,
-    /// Always zero.
-    pub zero: [u8; 3],
+    /// Room to grow; zero.
+    pub spare: [u8; 3],
+    /// [`EndpointValue::generation`] of the pod; 0 for the host, and where it is not known.
+    pub endpoint_generation: u32,
+    /// [`SettingsValue::epoch`] at which the pod was last seen to be this endpoint; 0 before that. Written by ingress only.
+    pub epoch: u32,
+    /// Room to grow; zero.
+    pub room: [u8; 12],
+}
+
+/// The same with its fields in another order, and one more.
+#[cfg(feature = "test-variant")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+#[expect(missing_docs, reason = "the fields are those above")]
+pub struct RevValue<const N: usize = 4> {
+    pub created: u32,
+    pub last_seen: u32,
+    pub epoch: u32,
+    pub endpoint_generation: u32,
+    pub ifindex: u32,
+    pub origin: [u8; N],
+    pub origin_port: Port,
+    pub owner: u8,
+    pub sent: u8,
+    pub received: u8,
+    pub spare: [u8; 3],
+    pub variant: u32,
+    pub room: [u8; 8],
+}
+
+impl<const N: usize> RevValue<N> {
+    /// The entry of a flow whose first packet left at `now`, by the device `ifindex`.
+    #[inline(always)]
+    #[must_use]
+    pub const fn opened(flow: &FlowKey<N>, owner: u8, endpoint_generation: u32, ifindex: u32, now: u32) -> Self {
+        Self {
+            origin: flow.source,
+            origin_port: flow.source_port,
+            sent: seen::ANY,
+            received: 0,
+            last_seen: now,
+            created: now,
+            ifindex,
+            owner,
+            spare: [0; 3],
+            endpoint_generation,
+            epoch: 0,
+            #[cfg(not(feature = "test-variant"))]
+            room: [0; 12],
+            #[cfg(feature = "test-variant")]
+            room: [0; 8],
+            #[cfg(feature = "test-variant")]
+            variant: 0,
+        }
+    }
 }
 
 /// [`RevValue::owner`]: a pod's flow.
 pub const OWNER_POD: u8 = 0;
-/// [`RevValue::owner`]: a flow of the host. Origin and outside end are equal where the host came first and only holds
+/// [`RevValue::owner`]: a flow of the host. Origin and translated source are equal where the host came first and only holds
 /// its port; they differ where a pod flow came first and the host's was moved.
 pub const OWNER_HOST: u8 = 1;
 
@@ -98,18 +153,26 @@ pub mod seen {
 /// Value of the forward cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
-pub struct FwdValue {
+pub struct FwdValue<const N: usize = 4> {
     /// The node's address that the flow leaves under.
-    pub external: Address,
+    pub external: [u8; N],
     /// Port at `external`.
     pub external_port: Port,
-    /// Always zero.
-    pub zero: [u8; 2],
+    /// Room to grow; zero.
+    pub spare: [u8; 2],
     /// When the reverse entry was last looked at, in seconds of the monotonic clock. It is looked at once in a second:
     /// to keep `last_seen`, and to notice that it has gone.
     pub checked: u32,
-    /// [`SettingsValue::generation`] at which `external` was last seen to be an address of this node.
-    pub generation: u32,
+    /// [`SettingsValue::epoch`] at which `external` was last seen to be an address of this node, and the source to be the
+    /// endpoint that opened the flow.
+    pub epoch: u32,
+    /// The device by which the pod's packets come in, [`EndpointValue::ifindex`]. A packet that came in by another one is
+    /// not looked up here. 0: any device.
+    pub device: u32,
+    /// [`EndpointValue::generation`] of the pod; 0 for the host, and where it is not known.
+    pub endpoint_generation: u32,
+    /// Room to grow; zero.
+    pub room: [u8; 8],
 }
 
 /// A flow that was opened from outside: value of the inbound table, under the key of the pod's answer.
@@ -126,26 +189,31 @@ pub struct InboundValue {
     pub sent: u8,
     /// What was seen from outside: bits of [`seen`].
     pub received: u8,
-    /// Always zero.
-    pub zero: [u8; 2],
+    /// Room to grow; zero.
+    pub room: [u8; 10],
 }
 
 /// Key of the endpoint map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(C)]
-pub struct EndpointKey {
+pub struct EndpointKey<const N: usize = 4> {
     /// The pod.
-    pub address: Address,
+    pub address: [u8; N],
 }
 
 /// Value of the endpoint map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct EndpointValue {
-    /// The host side of the pod's interface.
+    /// The host side of the pod's interface: a packet counts as the pod's only if it came in by it. 0 where another plugin
+    /// attached the pod: then any device counts.
     pub ifindex: u32,
     /// [`ENDPOINT_EXEMPT`] or 0.
     pub flags: u32,
+    /// Tells the pods that have this address one after the other apart; 0 where it is not known, which equals any.
+    pub generation: u32,
+    /// Room to grow, for an identity of the pod among others; zero.
+    pub room: [u8; 12],
 }
 
 /// [`EndpointValue::flags`]: traffic of this pod is never masqueraded.
@@ -162,17 +230,19 @@ pub struct DeviceKey {
 /// Value of the device map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
-pub struct DeviceValue {
-    /// The address that pods leave under; 0.0.0.0 where the device has none.
-    pub address: Address,
+pub struct DeviceValue<const N: usize = 4> {
+    /// The address that pods leave under; all zero where the device has none.
+    pub address: [u8; N],
+    /// Room to grow; zero.
+    pub room: [u8; 12],
 }
 
 /// Data part of a key of the exclusion trie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(C)]
-pub struct ExcludedAddress {
+pub struct ExcludedAddress<const N: usize = 4> {
     /// Network address, host bits zero.
-    pub address: Address,
+    pub address: [u8; N],
 }
 
 /// Value of the exclusion trie.
@@ -182,14 +252,29 @@ pub struct ExcludedValue {
     /// When the prefix was added, in seconds of the monotonic clock: until one TCP idle timeout has passed, a flow that
     /// was translated before is still looked for. 0 when no flow could have been translated to it.
     pub since: u32,
-    /// Why the destination is excluded; the numbers are those of the agent's own enumeration.
+    /// Why the destination is excluded: a number of [`reason`].
     pub reason: u8,
-    /// Always zero.
-    pub zero: [u8; 3],
+    /// Room to grow; zero.
+    pub room: [u8; 11],
 }
 
-/// [`ExcludedValue::reason`]: an address of this node. The only reason that the programs themselves tell apart.
-pub const REASON_OWN_NODE: u8 = 1;
+/// Numbers of [`ExcludedValue::reason`].
+pub mod reason {
+    /// An address of this node. The only reason that the programs themselves tell apart.
+    pub const OWN_NODE: u8 = 1;
+    /// `InternalIP` of another node.
+    pub const NODE_INTERNAL_IP: u8 = 2;
+    /// The pod CIDR of a node.
+    pub const POD_CIDR: u8 = 3;
+    /// The native routing prefix.
+    pub const NATIVE_ROUTING: u8 = 4;
+    /// The ip-masq-agent list.
+    pub const IP_MASQ_AGENT: u8 = 5;
+    /// Link-local addresses.
+    pub const LINK_LOCAL: u8 = 6;
+    /// Multicast and limited broadcast.
+    pub const MULTICAST: u8 = 7;
+}
 
 /// Node-wide settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -203,21 +288,51 @@ pub struct SettingsValue {
     pub window: u32,
     /// When the policy last changed so that flows may be translated that were not, in seconds of the monotonic clock.
     pub policy_changed: u32,
-    /// Raised after every change of the node's addresses, so that cached flows look at theirs again, and need not
-    /// otherwise.
-    pub generation: u32,
-    /// First port that may be given.
+    /// Raised after every change of the node's addresses and of its pods that may end flows, so that entries of flows are
+    /// compared with both again, and need not be otherwise. Never 0.
+    pub epoch: u32,
+    /// First port that may be allocated.
     pub port_first: u16,
-    /// Last port that may be given.
+    /// Last port that may be allocated.
     pub port_last: u16,
-    /// Always zero.
-    pub zero: u32,
+    /// Part that the programs over these maps play while others take over from them: a number of [`handover`].
+    pub handover: u32,
+    /// Room to grow; zero.
+    pub room: [u8; 24],
 }
 
 /// [`SettingsValue::flags`]: masquerading is on.
 pub const SETTING_MASQUERADE: u32 = 1;
 /// [`SettingsValue::flags`]: every packet follows the present policy, open flow or not.
 pub const SETTING_IMMEDIATE: u32 = 2;
+
+/// Numbers of [`SettingsValue::handover`]: while the programs of one build take over from those of another, whose maps have
+/// other rows, both are attached to a device, and what either may do is stated here. The order of events is stated by the
+/// module of the agent that drives it.
+pub mod handover {
+    /// No other programs are attached.
+    pub const NONE: u32 = 0;
+    /// Successor whose maps are being filled: every packet passes untouched and uncounted.
+    pub const WAITING: u32 = 1;
+    /// Predecessor that allocates even ports alone.
+    pub const EVEN: u32 = 2;
+    /// Successor that allocates odd ports alone and records no flow that is opened from outside: its predecessor does.
+    pub const ODD: u32 = 3;
+    /// Predecessor that serves the flows that it has; a packet that needs a new entry passes untouched to the successor.
+    pub const CLOSED: u32 = 4;
+
+    /// Whether a port may be allocated.
+    #[inline(always)]
+    #[must_use]
+    pub const fn allocates(handover: u32, port: u16) -> bool {
+        match handover {
+            EVEN => port & 1 == 0,
+            ODD => port & 1 == 1,
+            CLOSED => false,
+            _ => true,
+        }
+    }
+}
 
 /// One word of the port bitmap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -236,8 +351,8 @@ pub struct TriesValue {
     pub used: [u8; crate::ports::TRIES],
     /// 1 when any try but the first ever gave a port.
     pub moved: u8,
-    /// Always zero.
-    pub zero: [u8; 6],
+    /// Room to grow; zero.
+    pub spare: [u8; 6],
 }
 
 /// When each rare event was last logged, in seconds of the monotonic clock: at most one line in a second.
@@ -250,6 +365,8 @@ pub struct EventsValue {
     pub map_full: u32,
     /// The device has no address.
     pub no_device_address: u32,
+    /// Room to grow; zero.
+    pub room: [u8; 20],
 }
 
 /// One counter of one CPU.
@@ -266,25 +383,30 @@ pub const MARK_TRANSLATED: u32 = 0x0400_0000;
 
 // Sizes are part of the contract with maps that an agent of another version pinned. A sum of field sizes that equals
 // the size of the whole proves that there is no padding, hence no uninitialised byte.
+const fn no_padding<const N: usize>() {
+    assert!(size_of::<FlowKey<N>>() == 2 * N + 2 + 2 + 1 + 3);
+    assert!(size_of::<RevKey<N>>() == 2 * N + 2 + 2 + 1 + 3);
+    assert!(size_of::<RevValue<N>>() == N + 2 + 1 + 1 + 4 + 4 + 4 + 1 + 3 + 4 + 4 + 12);
+    assert!(size_of::<FwdValue<N>>() == N + 2 + 2 + 4 + 4 + 4 + 4 + 8);
+    assert!(size_of::<EndpointKey<N>>() == N && size_of::<ExcludedAddress<N>>() == N);
+    assert!(size_of::<DeviceValue<N>>() == N + 12);
+}
+
 const _: () = {
-    assert!(size_of::<FlowKey>() == 4 + 4 + 2 + 2 + 1 + 3);
+    no_padding::<4>();
+    no_padding::<16>();
     assert!(offset_of!(FlowKey, destination) == 4 && offset_of!(FlowKey, protocol) == 12);
-    assert!(size_of::<RevKey>() == 4 + 4 + 2 + 2 + 1 + 3);
     assert!(offset_of!(RevKey, external) == 4 && offset_of!(RevKey, external_port) == 10);
-    assert!(size_of::<RevValue>() == 4 + 2 + 1 + 1 + 4 + 4 + 4 + 1 + 3);
-    assert!(offset_of!(RevValue, sent) == 6 && offset_of!(RevValue, last_seen) == 8);
-    assert!(size_of::<FwdValue>() == 4 + 2 + 2 + 4 + 4);
-    assert!(size_of::<InboundValue>() == 4 + 4 + 4 + 1 + 1 + 2);
-    assert!(size_of::<EndpointKey>() == 4 && size_of::<EndpointValue>() == 8);
-    assert!(size_of::<DeviceKey>() == 4 && size_of::<DeviceValue>() == 4);
-    assert!(size_of::<ExcludedAddress>() == 4 && size_of::<ExcludedValue>() == 4 + 1 + 3);
-    assert!(size_of::<SettingsValue>() == 16 + 4 + 4 + 4 + 4 + 2 + 2 + 4);
+    assert!(size_of::<InboundValue>() == 4 + 4 + 4 + 1 + 1 + 10);
+    assert!(size_of::<EndpointValue>() == 4 + 4 + 4 + 12);
+    assert!(size_of::<DeviceKey>() == 4 && size_of::<ExcludedValue>() == 4 + 1 + 11);
+    assert!(size_of::<SettingsValue>() == 16 + 4 + 4 + 4 + 4 + 2 + 2 + 4 + 24);
     assert!(offset_of!(SettingsValue, policy_changed) == 24 && offset_of!(SettingsValue, port_last) == 34);
     assert!(size_of::<PortWord>() == 8 && size_of::<TriesValue>() == crate::ports::TRIES + 1 + 6);
-    assert!(size_of::<EventsValue>() == 12 && size_of::<CounterValue>() == 8);
+    assert!(size_of::<EventsValue>() == 12 + 20 && size_of::<CounterValue>() == 8);
 };
 
-impl FlowKey {
+impl<const N: usize> FlowKey<N> {
     /// The key whose packets answer `self`: ends exchanged.
     #[must_use]
     pub const fn answer(self) -> Self {
@@ -298,9 +420,9 @@ impl FlowKey {
         }
     }
 
-    /// The outside end of this flow under the given address and port.
+    /// The translated tuple of this flow under the given address and port.
     #[must_use]
-    pub const fn outside(&self, external: Address, external_port: Port) -> RevKey {
+    pub const fn outside(&self, external: [u8; N], external_port: Port) -> RevKey<N> {
         RevKey {
             remote: self.destination,
             external,
@@ -312,10 +434,10 @@ impl FlowKey {
     }
 }
 
-impl RevKey {
-    /// The flow of `origin` that leaves under this outside end.
+impl<const N: usize> RevKey<N> {
+    /// The flow of `origin` that leaves under this tuple.
     #[must_use]
-    pub const fn flow(&self, origin: Address, origin_port: Port) -> FlowKey {
+    pub const fn flow(&self, origin: [u8; N], origin_port: Port) -> FlowKey<N> {
         FlowKey {
             source: origin,
             destination: self.remote,
@@ -325,6 +447,13 @@ impl RevKey {
             zero: [0; 3],
         }
     }
+}
+
+/// Whether an entry of a flow and an endpoint, by their generations, are of the same pod. 0 is not known, and equals any.
+#[inline(always)]
+#[must_use]
+pub const fn same_pod(entry: u32, endpoint: u32) -> bool {
+    entry == endpoint || entry == 0 || endpoint == 0
 }
 
 #[cfg(feature = "user")]
@@ -341,22 +470,25 @@ mod pod {
         };
     }
 
+    /// Rows with addresses, of either family.
+    macro_rules! pod_with_addresses {
+        ($($name:ident),+ $(,)?) => {
+            // SAFETY: as above; the assertions are for both lengths of an address.
+            $(unsafe impl aya::Pod for $name<4> {}
+            unsafe impl aya::Pod for $name<16> {})+
+        };
+    }
+
     pod!(
         CounterValue,
         DeviceKey,
-        DeviceValue,
-        EndpointKey,
         EndpointValue,
         EventsValue,
-        ExcludedAddress,
         ExcludedValue,
-        FlowKey,
-        FwdValue,
         InboundValue,
         PortWord,
-        RevKey,
-        RevValue,
         SettingsValue,
         TriesValue,
     );
+    pod_with_addresses!(DeviceValue, EndpointKey, ExcludedAddress, FlowKey, FwdValue, RevKey, RevValue);
 }

@@ -60,11 +60,21 @@ pub enum Counter {
     MapFull = 26,
     /// Dropped: the packet could not be rewritten completely.
     RewriteFailed = 27,
+    /// Passed: the source is a pod of this node, but the packet came in by another device than the pod's.
+    OtherDevice = 28,
+    /// Dropped: an answer to a flow whose pod has ended.
+    PodEnded = 29,
+    /// Seen by the program that the variant has more.
+    #[cfg(feature = "test-variant")]
+    Variant = 30,
 }
+
+/// How many kinds there are.
+const KINDS: usize = if cfg!(feature = "test-variant") { 31 } else { 30 };
 
 impl Counter {
     /// All kinds, by index.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; KINDS] = [
         Self::Translated,
         Self::Reversed,
         Self::FlowCreated,
@@ -93,6 +103,10 @@ impl Counter {
         Self::NoPort,
         Self::MapFull,
         Self::RewriteFailed,
+        Self::OtherDevice,
+        Self::PodEnded,
+        #[cfg(feature = "test-variant")]
+        Self::Variant,
     ];
 
     /// How the kind is called in metrics, JSON and tables.
@@ -127,13 +141,17 @@ impl Counter {
             Self::NoPort => "no-port",
             Self::MapFull => "map-full",
             Self::RewriteFailed => "rewrite-failed",
+            Self::OtherDevice => "other-device",
+            Self::PodEnded => "pod-ended",
+            #[cfg(feature = "test-variant")]
+            Self::Variant => "variant",
         }
     }
 
     /// Whether the packet was dropped.
     #[must_use]
     pub const fn is_drop(self) -> bool {
-        matches!(self, Self::NoPort | Self::MapFull | Self::RewriteFailed)
+        matches!(self, Self::NoPort | Self::MapFull | Self::RewriteFailed | Self::PodEnded)
     }
 }
 

@@ -83,31 +83,44 @@ impl PortWalk {
     }
 }
 
-/// SipHash-1-3 of the flow (Aumasson and Bernstein, "SipHash: a fast short-input PRF"): its 16 bytes are two words.
+/// SipHash-1-3 of the flow (Aumasson and Bernstein, "SipHash: a fast short-input PRF"). With addresses of `N` bytes, a multiple of
+/// 4, both ends are `N / 4` words, and ports and protocol one more.
 #[inline(always)]
 #[must_use]
-pub const fn flow_hash(key: [u64; 2], flow: &FlowKey) -> u64 {
-    let (s, d) = (flow.source, flow.destination);
+pub const fn flow_hash<const N: usize>(key: [u64; 2], flow: &FlowKey<N>) -> u64 {
     let (sp, dp) = (flow.source_port, flow.destination_port);
-    let words = [
-        u64::from_le_bytes([s[0], s[1], s[2], s[3], d[0], d[1], d[2], d[3]]),
-        u64::from_le_bytes([sp[0], sp[1], dp[0], dp[1], flow.protocol, 0, 0, 0]),
-    ];
     let mut state = Sip {
         v0: key[0] ^ 0x736f_6d65_7073_6575,
         v1: key[1] ^ 0x646f_7261_6e64_6f6d,
         v2: key[0] ^ 0x6c79_6765_6e65_7261,
         v3: key[1] ^ 0x7465_6462_7974_6573,
     };
-    state.absorb(words[0]);
-    state.absorb(words[1]);
+    let mut word = 0;
+    while word < N / 4 {
+        state.absorb(ends_word(flow, word * 8));
+        word += 1;
+    }
+    state.absorb(u64::from_le_bytes([sp[0], sp[1], dp[0], dp[1], flow.protocol, 0, 0, 0]));
     // The last word holds the rest of the bytes, none here, and the length in its top byte.
-    state.absorb(16 << 56);
+    state.absorb((2 * N as u64 + 8) << 56);
     state.v2 ^= 0xff;
     state.round();
     state.round();
     state.round();
     state.v0 ^ state.v1 ^ state.v2 ^ state.v3
+}
+
+/// Eight bytes of the source followed by the destination.
+#[inline(always)]
+const fn ends_word<const N: usize>(flow: &FlowKey<N>, at: usize) -> u64 {
+    let mut bytes = [0; 8];
+    let mut index = 0;
+    while index < 8 {
+        let from = at + index;
+        bytes[index] = if from < N { flow.source[from] } else { flow.destination[from - N] };
+        index += 1;
+    }
+    u64::from_le_bytes(bytes)
 }
 
 struct Sip {
@@ -171,6 +184,17 @@ mod tests {
             oracle.write(&flow.destination_port);
             oracle.write(&[flow.protocol, 0, 0, 0]);
             assert_eq!(flow_hash([0, 0], &flow), oracle.finish());
+
+            let (mut from, mut to) = ([0xfd; 16], [0x20; 16]);
+            from[12..].copy_from_slice(&flow.source);
+            to[12..].copy_from_slice(&flow.destination);
+            let FlowKey { source_port, destination_port, protocol, zero, .. } = flow;
+            let longer = FlowKey { source: from, destination: to, source_port, destination_port, protocol, zero };
+            let mut oracle = std::collections::hash_map::DefaultHasher::new();
+            for part in [&from[..], &to, &source_port, &destination_port, &[protocol, 0, 0, 0]] {
+                oracle.write(part);
+            }
+            assert_eq!(flow_hash([0, 0], &longer), oracle.finish());
         }
     }
 

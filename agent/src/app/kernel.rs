@@ -172,6 +172,7 @@ fn rows(view: &View, name: &str) -> anyhow::Result<Value> {
                     "ifindex": entry.ifindex,
                     "device": device(entry.ifindex),
                     "masquerade": !entry.no_masquerade,
+                    "generation": entry.generation,
                 })
             })
             .collect(),

@@ -443,6 +443,7 @@ impl NodeStatus {
             content,
             source: SocketAddrV4::new(request.from, request.from_port.unwrap_or(ANY_PORT)),
             destination: SocketAddrV4::new(request.to, request.to_port.unwrap_or(ANY_PORT)),
+            device: endpoints.rows.get(&request.from).map_or(0, |endpoint| endpoint.ifindex),
         };
         let decision = node.decide(Direction::Egress, &packet, 0);
         let (verdict, leaves_as) = match decision.verdict {

@@ -4,7 +4,7 @@ use crate::state::{SetAside, StateDir};
 use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::{PeerRow, PoolRow};
 use crate::tables::{Reader, Rows, Table, Waits};
-use cistern_core::masquerade::excluded::ConfigFile;
+use cistern_core::masquerade::ip_masq::ConfigFile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;

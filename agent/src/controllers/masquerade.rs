@@ -2,7 +2,7 @@
 
 use crate::tables::rows::{ChosenDevice, FileContent, MasqueradeRow, NetworkRow, PeerRow};
 use crate::tables::{Reader, Rows, Table};
-use cistern_core::masquerade::excluded::{self, ConfigFile, Found, ListSource, Outcome};
+use cistern_core::masquerade::ip_masq::{self, ConfigFile, Found, ListSource, Outcome};
 use cistern_core::masquerade::plan::{
     AddressFacts, AttachmentEntry, DatapathSettings, DeviceEntry, DeviceFacts, ExcludedReason, ExclusionSources,
     LinkFacts, RouteFacts, exclusion, exclusions, merge_ports, not_ready, select_devices,
@@ -170,7 +170,7 @@ fn ip_masq(settings: &Settings, content: Option<&FileContent>, last_good: Option
         },
         Some(FileContent::Unreadable(reason)) => Found::Unreadable(reason.clone()),
     };
-    excluded::decide(excluded::Input {
+    ip_masq::decide(ip_masq::Input {
         enabled: settings.enable_ip_masq_agent,
         defaults: settings.ip_masq_default_exclusions,
         ipv6: false,

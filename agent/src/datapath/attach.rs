@@ -2,36 +2,36 @@
 
 use super::error::DatapathError;
 use super::kernel::{self, ENOLINK, TcxLink};
-use super::loader::{EGRESS, INGRESS};
-use super::pins::{Pins, remove_link};
+use super::layout::LAYOUTS;
+use super::pins::{Side, remove_link};
+use super::programs::{Build, Hook, Program};
 use crate::reconciler::BlockingOperations;
 use aya::programs::links::{FdLink, LinkError, PinnedLink};
-use aya::programs::tc::{SchedClassifierLink, TcAttachOptions, TcAttachType};
+use aya::programs::tc::{SchedClassifierLink, TcAttachOptions};
 use aya::programs::{LinkOrder, ProgramError, SchedClassifier};
 use cistern_core::masquerade::plan::AttachmentEntry;
 use nix::net::if_::if_indextoname;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::io;
+use std::path::Path;
 
 /// The programs on the egress devices, by `ifindex`.
 ///
-/// The ingress program is attached before the egress program, so that no translated packet is sent whose answer would
-/// not be understood; and it stays one longer. Ingress stands first and egress last among what is attached to the
-/// device: other programs then see pod addresses.
+/// They are attached in the order of their table, and detached in the opposite one. Programs of another build that this one does
+/// not know are taken off a device after its own run there.
 #[derive(Debug)]
 pub struct Attachments {
-    pins: Pins,
-    ingress: Direction,
-    egress: Direction,
+    side: Side,
+    programs: Vec<Attached>,
+    /// The maps of this build.
+    maps: BTreeSet<String>,
 }
 
-/// One of the two programs.
+/// One of the programs.
 #[derive(Debug)]
-struct Direction {
-    attach: TcAttachType,
-    name: &'static str,
+pub(super) struct Attached {
+    pub(super) spec: Program,
     program: SchedClassifier,
     /// The kernel's number of the program.
     id: u32,
@@ -44,7 +44,7 @@ pub struct ChainProgram {
     pub id: u32,
     /// Its name, as far as the kernel keeps it.
     pub name: String,
-    /// Whether it is the one of this agent.
+    /// Whether it is one of this agent.
     pub ours: bool,
 }
 
@@ -57,31 +57,36 @@ pub struct Chain {
     pub egress: Vec<ChainProgram>,
 }
 
-impl Direction {
-    fn open(pins: &Pins, attach: TcAttachType, name: &'static str) -> Result<Self, DatapathError> {
-        let path = pins.program(name);
+impl Attached {
+    /// The pinned programs of a build.
+    pub(super) fn open_all(side: &Side, build: &Build<'_>) -> Result<Vec<Self>, DatapathError> {
+        build.programs.iter().map(|spec| Self::open(side, *spec)).collect()
+    }
+
+    fn open(side: &Side, spec: Program) -> Result<Self, DatapathError> {
+        let path = side.program(spec.name);
         let action = format!("open its pin {}", path.display());
         let opened = SchedClassifier::from_pin(&path).and_then(|program| {
             let id = program.info()?.id();
             Ok((program, id))
         });
         let (program, id) =
-            opened.map_err(|source| DatapathError::Program { program: name, action, source: Box::new(source) })?;
-        Ok(Self { attach, name, program, id })
+            opened.map_err(|source| DatapathError::Program { program: spec.name, action, source: Box::new(source) })?;
+        Ok(Self { spec, program, id })
     }
 
     fn failed(&self, action: String) -> impl FnOnce(ProgramError) -> DatapathError + use<> {
-        let program = self.name;
+        let program = self.spec.name;
         move |source| DatapathError::Program { program, action, source: Box::new(source) }
     }
 
     /// Makes the device run this program: swaps it in place where a link is pinned, attaches and pins one where not. A
     /// link whose device has gone is replaced.
-    fn ensure(&mut self, pins: &Pins, ifindex: u32, device: &str) -> Result<(), DatapathError> {
-        let path = pins.link(self.attach, ifindex);
+    fn ensure(&mut self, side: &Side, ifindex: u32, device: &str) -> Result<(), DatapathError> {
+        let path = side.link(self.spec.link, ifindex);
         match kernel::tcx_link(&path) {
             Ok(link) if link.ifindex == ifindex && link.program_id == self.id => return Ok(()),
-            Ok(link) if link.ifindex == ifindex => match self.swap(pins, ifindex) {
+            Ok(link) if link.ifindex == ifindex => match self.swap(&path) {
                 Err(ProgramError::SyscallError(error)) if error.io_error.raw_os_error() == Some(ENOLINK) => {
                     remove_link(&path)?;
                 }
@@ -93,12 +98,34 @@ impl Direction {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(DatapathError::io(format!("open link {}", path.display()))(error)),
         }
-        self.attach(pins, ifindex, device).map_err(self.failed(format!("attach it to {device}")))
+        let order = match self.spec.hook {
+            Hook::Ingress => LinkOrder::first(),
+            Hook::Egress => LinkOrder::last(),
+        };
+        self.attach(&path, device, order).map_err(self.failed(format!("attach it to {device}")))
+    }
+
+    /// Attaches this program right behind the one whose link is pinned at `before`, unless it is attached already.
+    pub(super) fn ensure_after(&mut self, side: &Side, ifindex: u32, before: &Path) -> Result<(), DatapathError> {
+        let path = side.link(self.spec.link, ifindex);
+        let device = device_name(ifindex).ok_or_else(|| DatapathError::NoDevice { name: String::new(), ifindex })?;
+        match kernel::tcx_link(&path) {
+            Ok(link) if link.ifindex == ifindex => return Ok(()),
+            Ok(_) => remove_link(&path)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(DatapathError::io(format!("open link {}", path.display()))(error)),
+        }
+        let mut attached = || {
+            let pinned = PinnedLink::from_pin(before).map_err(link_error)?;
+            let link = SchedClassifierLink::try_from(FdLink::from(pinned)).map_err(link_error)?;
+            self.attach(&path, &device, LinkOrder::after_link(&link).map_err(link_error)?)
+        };
+        attached().map_err(self.failed(format!("attach it to {device} behind {}", before.display())))
     }
 
     /// Swaps the program of a pinned link; no packet passes without one.
-    fn swap(&mut self, pins: &Pins, ifindex: u32) -> Result<(), ProgramError> {
-        let pinned = PinnedLink::from_pin(pins.link(self.attach, ifindex)).map_err(link_error)?;
+    fn swap(&mut self, path: &Path) -> Result<(), ProgramError> {
+        let pinned = PinnedLink::from_pin(path).map_err(link_error)?;
         let link = SchedClassifierLink::try_from(FdLink::from(pinned)).map_err(link_error)?;
         let id = self.program.attach_to_link(link)?;
         // The pin keeps the link; ours is only a descriptor, which is closed here.
@@ -106,36 +133,21 @@ impl Direction {
     }
 
     /// Attaches by a new link, and pins it at once: without the pin it ends with this process.
-    fn attach(&mut self, pins: &Pins, ifindex: u32, device: &str) -> Result<(), ProgramError> {
-        let order = if self.attach == TcAttachType::Ingress { LinkOrder::first() } else { LinkOrder::last() };
-        let id = self.program.attach_with_options(device, self.attach, TcAttachOptions::TcxOrder(order))?;
+    fn attach(&mut self, path: &Path, device: &str, order: LinkOrder) -> Result<(), ProgramError> {
+        let attach = self.spec.hook.attach_type();
+        let id = self.program.attach_with_options(device, attach, TcAttachOptions::TcxOrder(order))?;
         let link = FdLink::try_from(self.program.take_link(id)?).map_err(link_error)?;
-        link.pin(pins.link(self.attach, ifindex))
-            .map(drop)
-            .map_err(|error| ProgramError::IOError(io::Error::other(error)))
+        link.pin(path).map(drop).map_err(|error| ProgramError::IOError(io::Error::other(error)))
     }
 
-    /// What is pinned for a device.
-    fn state(&self, pins: &Pins, ifindex: u32) -> Result<Option<TcxLink>, DatapathError> {
-        let path = pins.link(self.attach, ifindex);
+    /// Whether the device runs this program.
+    fn runs(&self, side: &Side, ifindex: u32) -> Result<bool, DatapathError> {
+        let path = side.link(self.spec.link, ifindex);
         match kernel::tcx_link(&path) {
-            Ok(link) => Ok(Some(link)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Ok(link) => Ok(link == TcxLink { program_id: self.id, ifindex }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(DatapathError::io(format!("open link {}", path.display()))(error)),
         }
-    }
-
-    fn chain(&self, device: &str) -> Result<Vec<ChainProgram>, DatapathError> {
-        let (_, programs) = SchedClassifier::query_tcx(device, self.attach)
-            .map_err(self.failed(format!("list what is attached to {device}")))?;
-        Ok(programs
-            .iter()
-            .map(|program| ChainProgram {
-                id: program.id(),
-                name: program.name_as_str().unwrap_or_default().to_owned(),
-                ours: program.id() == self.id,
-            })
-            .collect())
     }
 }
 
@@ -147,15 +159,12 @@ fn link_error(error: LinkError) -> ProgramError {
 }
 
 impl Attachments {
-    pub(super) fn open(pins: &Pins) -> Result<Self, DatapathError> {
-        Ok(Self {
-            pins: pins.clone(),
-            ingress: Direction::open(pins, TcAttachType::Ingress, INGRESS)?,
-            egress: Direction::open(pins, TcAttachType::Egress, EGRESS)?,
-        })
+    pub(super) fn open(side: Side, build: &Build<'_>, maps: BTreeSet<String>) -> Result<Self, DatapathError> {
+        let programs = Attached::open_all(&side, build)?;
+        Ok(Self { side, programs, maps })
     }
 
-    /// Makes a device run both programs of this agent.
+    /// Makes a device run the programs of this agent, and no others of ours.
     ///
     /// # Errors
     /// [`DatapathError::NoDevice`], or the kernel's error. What could be done is done: ingress may be attached without
@@ -163,44 +172,64 @@ impl Attachments {
     pub fn attach(&mut self, ifindex: u32, name: &str) -> Result<(), DatapathError> {
         let gone = || DatapathError::NoDevice { name: name.to_owned(), ifindex };
         let device = device_name(ifindex).ok_or_else(gone)?;
-        self.ingress.ensure(&self.pins, ifindex, &device)?;
-        self.egress.ensure(&self.pins, ifindex, &device)
+        for program in &mut self.programs {
+            program.ensure(&self.side, ifindex, &device)?;
+        }
+        for unknown in self.unknown(ifindex)? {
+            remove_link(&self.side.link(&unknown, ifindex))?;
+        }
+        self.forget_unknown_maps()
     }
 
-    /// Takes both programs off a device, the device being there or not.
+    /// Takes all programs of ours off a device, the device being there or not.
     ///
     /// # Errors
     /// When a pin could not be removed.
     pub fn detach(&mut self, ifindex: u32) -> Result<(), DatapathError> {
-        remove_link(&self.pins.link(TcAttachType::Egress, ifindex))?;
-        remove_link(&self.pins.link(TcAttachType::Ingress, ifindex))
+        for unknown in self.unknown(ifindex)? {
+            remove_link(&self.side.link(&unknown, ifindex))?;
+        }
+        for program in self.programs.iter().rev() {
+            remove_link(&self.side.link(program.spec.link, ifindex))?;
+        }
+        self.forget_unknown_maps()
     }
 
-    /// Devices that links of ours are pinned for, whoever attached them, and whether both run the programs of this
-    /// agent.
+    /// Programs of another build that are attached to the device.
+    fn unknown(&self, ifindex: u32) -> Result<Vec<String>, DatapathError> {
+        let links = self.side.links()?.into_iter().filter(|link| link.ifindex == ifindex);
+        Ok(links.map(|link| link.program).filter(|name| !self.knows(name)).collect())
+    }
+
+    fn knows(&self, link: &str) -> bool {
+        self.programs.iter().any(|program| program.spec.link == link)
+    }
+
+    /// Removes maps that no program of ours has, once none that this build does not know runs anywhere. If the other build comes
+    /// back, it begins with an empty map rather than with rows that nothing kept.
+    fn forget_unknown_maps(&self) -> Result<(), DatapathError> {
+        if self.side.links()?.iter().all(|link| self.knows(&link.program)) {
+            self.side.remove_unknown("maps", |name| self.maps.contains(name) || name == LAYOUTS)?;
+        }
+        Ok(())
+    }
+
+    /// Devices that links of ours are pinned for, whoever attached them, and whether they run the programs of this agent and
+    /// no others of ours.
     ///
     /// # Errors
     /// When the pins cannot be read.
     pub fn attached(&self) -> Result<BTreeMap<u32, AttachmentEntry>, DatapathError> {
-        let path = self.pins.links();
-        let failed = || DatapathError::io(format!("list {}", path.display()));
-        let mut devices = BTreeSet::new();
-        for entry in fs::read_dir(&path).map_err(failed())? {
-            let name = entry.map_err(failed())?.file_name();
-            let index: Option<u32> =
-                name.to_str().and_then(|name| name.split_once('_')).and_then(|(_, index)| index.parse().ok());
-            devices.extend(index);
-        }
+        let devices: BTreeSet<u32> = self.side.links()?.into_iter().map(|link| link.ifindex).collect();
         devices
             .into_iter()
             .map(|ifindex| {
-                let runs = |direction: &Direction| {
-                    let link = direction.state(&self.pins, ifindex)?;
-                    Ok::<_, DatapathError>(link == Some(TcxLink { program_id: direction.id, ifindex }))
-                };
                 // A device that moved to another namespace took its links along.
                 let name = device_name(ifindex).unwrap_or_default();
-                let complete = !name.is_empty() && runs(&self.ingress)? && runs(&self.egress)?;
+                let mut complete = !name.is_empty() && self.unknown(ifindex)?.is_empty();
+                for program in &self.programs {
+                    complete = complete && program.runs(&self.side, ifindex)?;
+                }
                 Ok((ifindex, AttachmentEntry { name, complete }))
             })
             .collect()
@@ -212,12 +241,28 @@ impl Attachments {
     /// [`DatapathError::NoDevice`], or the kernel's error.
     pub fn chain(&self, ifindex: u32) -> Result<Chain, DatapathError> {
         let device = device_name(ifindex).ok_or_else(|| DatapathError::NoDevice { name: String::new(), ifindex })?;
-        Ok(Chain { ingress: self.ingress.chain(&device)?, egress: self.egress.chain(&device)? })
+        let chain = |hook: Hook| {
+            let (_, programs) = SchedClassifier::query_tcx(&device, hook.attach_type()).map_err(|source| {
+                let action = format!("list what is attached to {device}");
+                DatapathError::Io { action, source: io::Error::other(source) }
+            })?;
+            Ok::<_, DatapathError>(
+                programs
+                    .iter()
+                    .map(|program| ChainProgram {
+                        id: program.id(),
+                        name: program.name_as_str().unwrap_or_default().to_owned(),
+                        ours: self.programs.iter().any(|own| own.id == program.id()),
+                    })
+                    .collect(),
+            )
+        };
+        Ok(Chain { ingress: chain(Hook::Ingress)?, egress: chain(Hook::Egress)? })
     }
 }
 
 /// The device's present name; `None` when it has gone. For that the library answers an empty name, not an error.
-fn device_name(ifindex: u32) -> Option<String> {
+pub(super) fn device_name(ifindex: u32) -> Option<String> {
     if_indextoname(ifindex).ok().and_then(|name| name.into_string().ok()).filter(|name| !name.is_empty())
 }
 

@@ -1,7 +1,8 @@
 //! Deletes NAT entries whose time is over.
 //!
 //! The programs stamp entries, and this walks over them, a slice at a time, so that a full map costs no long pause. What
-//! is over is decided by `cistern_core::masquerade::expire`.
+//! is over is decided by `cistern_core::masquerade::expire`. A flow whose pod has ended is over as soon as one that was reset: the
+//! programs deliver nothing of it any more.
 
 use super::error::DatapathError;
 use super::kernel;
@@ -12,11 +13,11 @@ use aya::maps::{HashMap, LpmTrie, Map, MapData, MapError, MapInfo};
 use cistern_core::masquerade::expire::{FlowState, expired, under_pressure};
 use cistern_core::masquerade::plan::ExcludedReason;
 use cistern_ebpf_common::abi::{
-    DeviceKey, DeviceValue, ExcludedAddress, ExcludedValue, FlowKey, FwdValue, InboundValue, RevKey, RevValue,
-    SettingsValue,
+    DeviceKey, DeviceValue, EndpointKey, EndpointValue, ExcludedAddress, ExcludedValue, FlowKey, FwdValue,
+    InboundValue, OWNER_POD, RevKey, RevValue, SettingsValue, same_pod,
 };
 use cistern_ebpf_common::map;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 
 /// Entries that one call of [`Collector::step`] looks at, more or less: the kernel gives whole buckets.
@@ -118,6 +119,11 @@ impl Collector {
     fn flow_slice(&mut self, now: u32, tcp_idle: u32, collected: &mut Collected) -> Result<(), DatapathError> {
         let pressure = self.under_pressure();
         let own = OwnAddresses::open(&self.pins)?;
+        let pods = Pods::open(&self.pins)?;
+        let over_by_time = |key: &RevKey, value: &RevValue| -> Result<bool, DatapathError> {
+            let state = if pods.have_ended(value) { FlowState::Reset } else { flow_state(key, value)? };
+            Ok(expired(state, value.last_seen, now, tcp_idle, pressure))
+        };
         let mut over = Vec::new();
         while collected.flows < SLICE as u64 {
             let Some(rows) = self.flow_walk.next_rows()? else {
@@ -130,7 +136,7 @@ impl Collector {
                 collected.flows += 1;
                 self.seen += 1;
                 let stale = !own.contains(key.external)?;
-                if stale || flow_expired(&key, &value, now, tcp_idle, pressure)? {
+                if stale || over_by_time(&key, &value)? {
                     over.push((key, stale));
                 }
             }
@@ -142,7 +148,7 @@ impl Collector {
                 Err(MapError::KeyNotFound) => continue,
                 Err(error) => return Err(failed(map::REV, "read an entry")(error)),
             };
-            if !stale && !flow_expired(&key, &value, now, tcp_idle, pressure)? {
+            if !stale && !over_by_time(&key, &value)? {
                 continue;
             }
             // The authority first: a packet in between finds the cache without it, and makes a new entry. The other way
@@ -181,16 +187,9 @@ impl Collector {
     }
 }
 
-fn flow_expired(
-    key: &RevKey,
-    value: &RevValue,
-    now: u32,
-    tcp_idle: u32,
-    pressure: bool,
-) -> Result<bool, DatapathError> {
+fn flow_state(key: &RevKey, value: &RevValue) -> Result<FlowState, DatapathError> {
     let protocol = maps::protocol(map::REV, key.protocol)?;
-    let state = FlowState::of(protocol, maps::seen_bits(value.sent), maps::seen_bits(value.received));
-    Ok(expired(state, value.last_seen, now, tcp_idle, pressure))
+    Ok(FlowState::of(protocol, maps::seen_bits(value.sent), maps::seen_bits(value.received)))
 }
 
 fn inbound_expired(key: &FlowKey, value: &InboundValue, now: u32, tcp_idle: u32) -> Result<bool, DatapathError> {
@@ -208,6 +207,27 @@ fn delete<K: aya::Pod, V: aya::Pod>(
     match map.remove(key) {
         Err(MapError::SyscallError(error)) if error.io_error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
         result => result.map_err(failed(name, "delete an entry")),
+    }
+}
+
+/// The generations of the pods of this node, by address.
+struct Pods(BTreeMap<[u8; 4], u32>);
+
+impl Pods {
+    fn open(pins: &Pins) -> Result<Self, DatapathError> {
+        let map: HashMap<MapData, EndpointKey, EndpointValue> = maps::hash(pins, map::ENDPOINTS)?;
+        let pods = map
+            .iter()
+            .map(|row| row.map(|(key, value)| (key.address, value.generation)))
+            .collect::<Result<_, _>>()
+            .map_err(failed(map::ENDPOINTS, "read its rows"))?;
+        Ok(Self(pods))
+    }
+
+    /// Whether the pod that opened the flow is none any more.
+    fn have_ended(&self, flow: &RevValue) -> bool {
+        let generation = self.0.get(&flow.origin);
+        flow.owner == OWNER_POD && !generation.is_some_and(|pod| same_pod(flow.endpoint_generation, *pod))
     }
 }
 

@@ -36,6 +36,31 @@ pub enum DatapathError {
         /// What is expected.
         expected: String,
     },
+    /// The eBPF object is not one that this agent can use.
+    #[error("the eBPF object cannot be used: {0}")]
+    Object(String),
+    /// The kernel lacks what a program needs.
+    #[error("program {program} needs {feature} (Linux {since} or newer): the datapath is not started")]
+    Feature {
+        /// The program's name.
+        program: &'static str,
+        /// What it needs.
+        feature: &'static str,
+        /// The first release that has it.
+        since: &'static str,
+    },
+    /// The description of the pinned maps cannot be used.
+    #[error(
+        "the description of the pinned maps, {}, cannot be used: {error}: the programs that are attached continue; run the agent that \
+         pinned it, or remove the directory of the pins, which ends the flows that are open",
+        path.display()
+    )]
+    Layouts {
+        /// The pin.
+        path: PathBuf,
+        /// Why.
+        error: String,
+    },
     /// The object could not be loaded.
     #[error("cannot load the eBPF programs")]
     Load(#[source] Box<aya::EbpfError>),
@@ -111,6 +136,9 @@ impl Classify for DatapathError {
     fn class(&self) -> ErrorClass {
         match self {
             Self::NoObject
+            | Self::Object(_)
+            | Self::Feature { .. }
+            | Self::Layouts { .. }
             | Self::NotBpffs { .. }
             | Self::Incompatible { .. }
             | Self::Load(_)

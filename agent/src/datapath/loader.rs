@@ -1,22 +1,19 @@
-//! Loads the object over the pinned maps.
+//! Loads a build over the maps that are pinned in one place.
 
 use super::error::DatapathError;
-use super::events::Events;
-use super::object;
-use super::pins::{KeptCapacity, Pins, remove_pin};
-use aya::EbpfLoader;
+use super::layout::Declared;
+use super::pins::{Side, remove_pin};
+use super::programs::Build;
 use aya::programs::{ProgramError, SchedClassifier};
+use aya::{Ebpf, EbpfLoader};
 use cistern_ebpf_common::map;
+use std::collections::BTreeMap;
 
-/// The egress program.
-pub(super) const EGRESS: &str = "cistern_egress";
-/// The ingress program.
-pub(super) const INGRESS: &str = "cistern_ingress";
-
-/// How many entries the flow maps hold. Maps that are pinned already keep what they have ([`KeptCapacity`]).
+/// How many entries the flow maps hold. Maps that are pinned already keep what they have
+/// ([`KeptCapacity`](super::KeptCapacity)).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacities {
-    /// Translated flows; about 100 bytes of kernel memory each, in two maps.
+    /// Translated flows; about 150 bytes of kernel memory each, in two maps.
     pub flows: u32,
     /// Flows opened from outside that are remembered.
     pub inbound: u32,
@@ -28,29 +25,42 @@ impl Default for Capacities {
     }
 }
 
-/// Loads both programs, makes the maps that are missing, and pins all of it. The programs replace what is pinned as
-/// programs; the links keep what they run.
-pub(super) fn load(pins: &Pins, capacities: Capacities) -> Result<(Events, Vec<KeptCapacity>), DatapathError> {
-    let object = object::object().ok_or(DatapathError::NoObject)?;
-    pins.prepare()?;
-    let kept = pins.compare(capacities)?;
-
-    let paths = map::ALL.map(|name| (name, pins.map(name)));
-    let mut loader = EbpfLoader::new();
-    for (name, path) in &paths {
-        loader.map_pin_path(name, path.as_path());
+impl Capacities {
+    /// The capacity of a map that is set here rather than in the object.
+    pub(super) fn of(self, name: &str) -> Option<u32> {
+        match name {
+            map::REV | map::FWD => Some(self.flows),
+            map::INBOUND => Some(self.inbound),
+            _ => None,
+        }
     }
-    loader.map_max_entries(map::REV, capacities.flows);
-    loader.map_max_entries(map::FWD, capacities.flows);
-    loader.map_max_entries(map::INBOUND, capacities.inbound);
-    let mut ebpf = loader.load(object).map_err(|error| DatapathError::Load(Box::new(error)))?;
+}
 
-    for name in [INGRESS, EGRESS] {
+/// Loads the programs, creates the maps that are missing, and pins all of it. The programs replace what is pinned as programs; the
+/// links keep what they run.
+pub(super) fn load(
+    side: &Side,
+    build: &Build<'_>,
+    declared: &BTreeMap<String, Declared>,
+    capacities: Capacities,
+) -> Result<Ebpf, DatapathError> {
+    let mut loader = EbpfLoader::new();
+    for name in declared.keys() {
+        loader.map_pin_path(name, side.map(name));
+        if let Some(entries) = capacities.of(name) {
+            loader.map_max_entries(name, entries);
+        }
+    }
+    let mut ebpf = loader.load(build.object).map_err(|error| DatapathError::Load(Box::new(error)))?;
+
+    for program in build.programs {
+        let name = program.name;
+        program.check()?;
         let failed = |action: &str| {
             let action = action.to_owned();
             move |source: ProgramError| DatapathError::Program { program: name, action, source: Box::new(source) }
         };
-        let program: &mut SchedClassifier = ebpf
+        let loaded: &mut SchedClassifier = ebpf
             .program_mut(name)
             .ok_or_else(|| DatapathError::Io {
                 action: format!("find program {name} in the eBPF object"),
@@ -58,10 +68,11 @@ pub(super) fn load(pins: &Pins, capacities: Capacities) -> Result<(Events, Vec<K
             })?
             .try_into()
             .map_err(failed("use it as a tc classifier"))?;
-        program.load().map_err(failed("load it"))?;
-        let path = pins.program(name);
+        loaded.load().map_err(failed("load it"))?;
+        let path = side.program(name);
         remove_pin(&path)?;
-        program.pin(&path).map_err(|error| failed("pin it")(ProgramError::IOError(std::io::Error::other(error))))?;
+        loaded.pin(&path).map_err(|error| failed("pin it")(ProgramError::IOError(std::io::Error::other(error))))?;
     }
-    Ok((Events::take(&mut ebpf)?, kept))
+    side.remove_unknown("progs", |name| build.programs.iter().any(|program| program.name == name))?;
+    Ok(ebpf)
 }

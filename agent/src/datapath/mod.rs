@@ -2,18 +2,22 @@
 //! egress devices.
 //!
 //! ```text
-//!  object ─► loader ─► pins/maps ◄─ maps: Excluded, Endpoints, Devices, Settings (Operations)   View (reads)
-//!               │                    collector (deletes what has had its time)
-//!               └────► pins/progs ─► attach: Attachments (Operations) ─► pins/links
+//!  object ─► handover ─► loader ─► pins/maps ◄─ maps: Excluded, Endpoints, Devices, Settings (Operations)   View (reads)
+//!                            │                    collector (deletes what has had its time)
+//!                            └────► pins/progs ─► attach: Attachments (Operations) ─► pins/links
 //! ```
 //!
-//! Everything is pinned, so that packets are served while no agent runs. A new agent compares the pinned maps with what
-//! it expects, uses them as they are, and swaps the programs of each link in place. The NAT maps are never cleared.
+//! Everything is pinned, so that packets are served while no agent runs. A new agent compares the pinned maps with those that it
+//! declares. Maps that it can use it uses as they are, and swaps the programs of each link in place; otherwise new maps take over
+//! with every row. The NAT maps are never cleared.
 //!
 //! | file | purpose |
 //! |---|---|
 //! | `object` | the embedded ELF object |
-//! | `pins` | where things are pinned, and whether a pinned map is what it should be |
+//! | `programs` | the table of programs: where each is attached, and what it needs from the kernel |
+//! | `pins` | where things are pinned |
+//! | `layout`, `btf` | the fields of rows, and when two builds can use the same |
+//! | `handover` | from one build to another: the order of a takeover, and what a kill leaves |
 //! | `loader` | loads the object over the pinned maps |
 //! | `maps` | the only place that turns core values into the bytes of the maps, and back |
 //! | `attach` | tcx links |
@@ -22,25 +26,33 @@
 //! | `kernel` | the system calls that aya does not offer |
 
 mod attach;
+mod btf;
 mod collector;
 mod error;
 mod events;
+mod handover;
 mod kernel;
+mod layout;
 mod loader;
 mod maps;
 mod object;
 mod pins;
+mod programs;
 
 pub use attach::{Attachments, Chain, ChainProgram};
 pub use collector::{Collected, Collector, SLICE};
 pub use error::DatapathError;
 pub use events::Events;
+pub use handover::{KeptCapacity, Observer, Step};
 pub use loader::Capacities;
 pub use maps::{Devices, Endpoints, Excluded, ExcludedRow, Settings, View};
 pub use object::{build_id, present};
-pub use pins::{DEFAULT_ROOT, KeptCapacity, Pins};
+pub use pins::{DEFAULT_ROOT, Pins};
+pub use programs::{Build, Feature, Hook, PROGRAMS, Program};
 
+use handover::Opened;
 use maps::SharedSlot;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 /// The loaded datapath: hands out one handle for each target.
@@ -52,21 +64,36 @@ pub struct Datapath {
     pins: Pins,
     slot: SharedSlot,
     kept: Vec<KeptCapacity>,
+    maps: BTreeSet<String>,
 }
 
 impl Datapath {
-    /// Loads the programs over the maps pinned under `root`, which are made where they are missing. Nothing is attached,
-    /// and what an agent before attached goes on with its programs until [`Attachments`] swaps them.
+    /// Loads the programs over the maps pinned under `root`, which are created where they are missing. Nothing is attached, and
+    /// what an agent before attached goes on with its programs until [`Attachments`] swaps them; but where the rows of pinned maps
+    /// are others, the programs take over here.
     ///
     /// # Errors
     /// [`DatapathError::NoObject`] when the agent was built without the eBPF object, [`DatapathError::NotBpffs`] when
-    /// `root` is on no bpffs, [`DatapathError::Incompatible`] when a pinned map is not what this agent expects, and the
-    /// kernel's errors.
+    /// `root` is on no bpffs, [`DatapathError::Incompatible`] when a pinned map is none of ours, and the kernel's errors.
     pub fn open(root: impl Into<PathBuf>, capacities: Capacities) -> Result<(Self, Events), DatapathError> {
+        Self::open_build(root, &Build::embedded()?, capacities, &mut |_| Ok(()))
+    }
+
+    /// [`Datapath::open`] for a build of the programs, with an observer of the steps of a takeover.
+    ///
+    /// # Errors
+    /// As [`Datapath::open`], and the observer's.
+    pub fn open_build(
+        root: impl Into<PathBuf>,
+        build: &Build<'_>,
+        capacities: Capacities,
+        observer: Observer<'_>,
+    ) -> Result<(Self, Events), DatapathError> {
         let pins = Pins::new(root);
-        let (events, kept) = loader::load(&pins, capacities)?;
+        let Opened { mut ebpf, declared, kept } = handover::open(&pins, build, capacities, observer)?;
         let slot = SharedSlot::open(&pins)?;
-        Ok((Self { pins, slot, kept }, events))
+        let maps = declared.into_keys().collect();
+        Ok((Self { pins, slot, kept, maps }, Events::take(&mut ebpf)?))
     }
 
     /// Maps that have another capacity than was asked for.
@@ -112,7 +139,15 @@ impl Datapath {
     /// # Errors
     /// When the pinned programs cannot be opened.
     pub fn attachments(&self) -> Result<Attachments, DatapathError> {
-        Attachments::open(&self.pins)
+        self.attachments_of(&Build::embedded()?)
+    }
+
+    /// [`Datapath::attachments`] for a build of the programs.
+    ///
+    /// # Errors
+    /// When the pinned programs cannot be opened.
+    pub fn attachments_of(&self, build: &Build<'_>) -> Result<Attachments, DatapathError> {
+        Attachments::open(self.pins.serving(), build, self.maps.clone())
     }
 
     /// What deletes NAT entries whose time is over.
@@ -123,7 +158,7 @@ impl Datapath {
         Collector::open(&self.pins)
     }
 
-    /// Reads of everything, for people.
+    /// Reads of everything, for listings.
     ///
     /// # Errors
     /// When the pinned maps cannot be opened.

@@ -38,7 +38,7 @@ impl Task {
             && lease.generation == generation
             && !self.leases.asked_since(lease, began)
             && let (Some(address), Some(map)) = (lease.addresses.ipv4, self.parts.map.as_mut())
-            && let Some(entry) = endpoint(&interface)
+            && let Some(entry) = endpoint(&interface, generation)
         {
             map.insert(address, entry).map_err(|reason| EndpointError::Datapath { address, reason })?;
         }

@@ -40,9 +40,11 @@ impl Task {
             held.into_iter().partition(|address| pod_cidr.is_some_and(|pod_cidr| pod_cidr.contains(address)));
         let leaving = leaving.unwrap_or_default();
         self.parts.held.publish(BTreeMap::from([((), HeldRow { pod_cidr, any: !within.is_empty(), leaving, beyond })]));
-        let unrecorded = unrecorded.into_iter().map(|(address, (_, ifindex))| (address, entry(ifindex)));
+        let unrecorded = unrecorded.into_iter().map(|(address, (_, ifindex))| (address, entry(ifindex, 0)));
         let leased = self.leases.pods().filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
-            (LeaseState::Confirmed { interface, .. }, Some(address)) => Some((address, endpoint(interface)?)),
+            (LeaseState::Confirmed { interface, .. }, Some(address)) => {
+                Some((address, endpoint(interface, lease.generation)?))
+            }
             _ => None,
         });
         self.parts.endpoints.publish(unrecorded.chain(leased).collect());
@@ -51,15 +53,15 @@ impl Task {
 
 /// What the kernel programs know of a pod. One that another plugin attached has no device of ours; one whose packets do
 /// not pass this node's routing is left unknown, so that its packets pass unchanged where they leave.
-pub(super) fn endpoint(interface: &Behind) -> Option<EndpointEntry> {
+pub(super) fn endpoint(interface: &Behind, lease: u64) -> Option<EndpointEntry> {
     let ifindex = match interface {
         Behind::Pair(pair) => pair.host_ifindex,
         Behind::Plugin { routed: true, .. } => 0,
         Behind::Plugin { routed: false, .. } => return None,
     };
-    Some(entry(ifindex))
+    Some(entry(ifindex, EndpointEntry::generation_of(lease)))
 }
 
-fn entry(ifindex: u32) -> EndpointEntry {
-    EndpointEntry { ifindex, no_masquerade: false }
+fn entry(ifindex: u32, generation: u32) -> EndpointEntry {
+    EndpointEntry { ifindex, no_masquerade: false, generation }
 }

@@ -10,7 +10,7 @@ struct Allowed {
 
 const ALLOWED: [Allowed; 7] = [
     Allowed { package: "cistern", ours: &["cistern-core", "cistern-crds", "cistern-ebpf-common"] },
-    Allowed { package: "cistern-core", ours: &[] },
+    Allowed { package: "cistern-core", ours: &["cistern-ebpf-common"] },
     Allowed { package: "cistern-crds", ours: &[] },
     Allowed { package: "cistern-ebpf", ours: &["cistern-ebpf-common"] },
     Allowed { package: "cistern-ebpf-common", ours: &[] },

@@ -162,14 +162,17 @@ fn documentation(token: &TokenTree) -> Option<String> {
     Some(literal.trim_matches('"').trim().replace("\\\"", "\""))
 }
 
-/// The names of the fields of each struct, without padding.
+/// The names of the fields of each struct, without padding and room to grow.
 fn structs(tokens: &[TokenTree]) -> BTreeMap<String, Vec<String>> {
     let mut found = BTreeMap::new();
     for (at, token) in tokens.iter().enumerate() {
-        let (Some(name), Some(TokenTree::Group(body))) = (tokens.get(at + 1), tokens.get(at + 2)) else { continue };
-        if !is(token, "struct") || body.delimiter() != Delimiter::Brace {
-            continue;
-        }
+        let Some(name) = tokens.get(at + 1).filter(|_| is(token, "struct")) else { continue };
+        // Parameters may stand between the name and the fields.
+        let fields = tokens.iter().skip(at + 2).take_while(|token| !is(token, ";")).find_map(|token| match token {
+            TokenTree::Group(group) if group.delimiter() == Delimiter::Brace => Some(group),
+            _ => None,
+        });
+        let Some(body) = fields else { continue };
         let inside: Vec<TokenTree> = body.stream().into_iter().collect();
         let names = inside
             .windows(2)
@@ -177,9 +180,10 @@ fn structs(tokens: &[TokenTree]) -> BTreeMap<String, Vec<String>> {
                 [name @ TokenTree::Ident(_), colon] if is(colon, ":") => Some(name.to_string()),
                 _ => None,
             })
-            .filter(|name| name != "zero")
+            .filter(|name| !["zero", "spare", "room"].contains(&name.as_str()))
             .collect();
-        found.insert(name.to_string(), names);
+        // A structure that is declared twice has a variant for tests behind it.
+        found.entry(name.to_string()).or_insert(names);
     }
     found
 }
@@ -209,7 +213,7 @@ mod tests {
         pub const REV_ENTRIES: usize = 262_144;
     "#;
     const STRUCTS: &str = "
-        pub struct RevKey { /// The end.\n pub remote: [u8; 4], pub zero: [u8; 3] }
+        pub struct RevKey<const N: usize = 4> { /// The end.\n pub remote: [u8; 4], pub zero: [u8; 3] }
         pub struct RevValue { pub pod: Address, pub pod_port: Port }
         pub struct PortWord { pub bits: u64 }
     ";

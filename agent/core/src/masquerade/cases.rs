@@ -67,10 +67,23 @@ pub fn excluded() -> BTreeMap<Ipv4Net, ExcludedReason> {
 /// Pods of the fixture.
 #[must_use]
 pub fn endpoints() -> BTreeMap<Ipv4Addr, EndpointEntry> {
-    [(POD_A, false), (POD_B, false), (POD_EXEMPT, true)]
-        .into_iter()
-        .map(|(address, no_masquerade)| (address, EndpointEntry { ifindex: 7, no_masquerade }))
+    (1..)
+        .zip([(POD_A, false), (POD_B, false), (POD_EXEMPT, true)])
+        .map(|(generation, (address, no_masquerade))| {
+            (address, EndpointEntry { ifindex: device(address), no_masquerade, generation })
+        })
         .collect()
+}
+
+/// The device by which packets with this source come in: the pod's, or none where the node itself sends them.
+#[must_use]
+pub fn device(source: Ipv4Addr) -> u32 {
+    match source {
+        POD_A => 7,
+        POD_B => 8,
+        POD_EXEMPT => 9,
+        _ => 0,
+    }
 }
 
 /// Something that runs a case: the model, or the kernel.
@@ -81,6 +94,8 @@ pub trait Machine {
     fn exclude(&mut self, prefix: Ipv4Net, reason: ExcludedReason);
     /// Excludes a prefix no longer.
     fn include(&mut self, prefix: Ipv4Net);
+    /// Changes the endpoint at an address, or removes it.
+    fn endpoint(&mut self, address: Ipv4Addr, entry: Option<EndpointEntry>);
     /// Puts settings in force.
     fn configure(&mut self, settings: &DatapathSettings);
     /// Changes the address of the device.
@@ -107,6 +122,10 @@ pub enum Port {
 pub enum Step {
     /// A packet, and what is to become of it.
     Send(Direction, Content, (Ipv4Addr, Port), (Ipv4Addr, Port), Expect),
+    /// A packet that leaves, having come in by this device, and what is to become of it.
+    By(u32, Content, (Ipv4Addr, u16), (Ipv4Addr, u16), Expect),
+    /// [`Machine::endpoint`]
+    Endpoint(Ipv4Addr, Option<EndpointEntry>),
     /// [`Machine::exclude`]
     Exclude(Ipv4Addr, u8, ExcludedReason),
     /// [`Machine::include`]
@@ -166,27 +185,15 @@ pub fn run(case: &Case, machine: &mut impl Machine) -> Result<(), String> {
                         .map(|port| SocketAddrV4::new(address, *port))
                         .ok_or_else(|| fail(format!("no flow is named {name}"))),
                 };
-                let packet = Packet { content, source: end(from)?, destination: end(to)? };
-                let (verdict, counters) = machine.send(direction, &packet);
-                let name = check(&packet, verdict, expect, &given)
-                    .map_err(|what| fail(format!("{what}, got {verdict:?} ({counters:?})")))?;
-                given.extend(name);
-                let rule = match expect {
-                    Expect::Unchanged(rule)
-                    | Expect::Kept(_, rule)
-                    | Expect::Moved(_, _, rule)
-                    | Expect::Same(_, _, rule)
-                    | Expect::Dropped(rule) => rule,
-                    Expect::Back(..) => Rule::Reversed,
-                };
-                let counted = match rule.counter() {
-                    Some(counter) => counters.iter().any(|name| name == counter),
-                    None => counters.is_empty(),
-                };
-                if !counted {
-                    return Err(fail(format!("expected {rule:?} to be counted, got {counters:?}")));
-                }
+                let packet = Packet { content, source: end(from)?, destination: end(to)?, device: device(from.0) };
+                given.extend(send(machine, direction, &packet, expect, &given).map_err(fail)?);
             }
+            Step::By(device, content, from, to, expect) => {
+                let (source, destination) = (SocketAddrV4::new(from.0, from.1), SocketAddrV4::new(to.0, to.1));
+                let packet = Packet { content, source, destination, device };
+                given.extend(send(machine, Direction::Egress, &packet, expect, &given).map_err(fail)?);
+            }
+            Step::Endpoint(address, entry) => machine.endpoint(address, entry),
             Step::Exclude(address, length, reason) => machine.exclude(Ipv4Net::new_assert(address, length), reason),
             Step::Include(address, length) => machine.include(Ipv4Net::new_assert(address, length)),
             Step::Configure(change) => {
@@ -206,6 +213,32 @@ pub fn run(case: &Case, machine: &mut impl Machine) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Sends a packet and compares what became of it and what was counted; returns the name that a port got.
+fn send(
+    machine: &mut impl Machine,
+    direction: Direction,
+    packet: &Packet,
+    expect: Expect,
+    given: &BTreeMap<&'static str, u16>,
+) -> Result<Option<(&'static str, u16)>, String> {
+    let (verdict, counters) = machine.send(direction, packet);
+    let name =
+        check(packet, verdict, expect, given).map_err(|what| format!("{what}, got {verdict:?} ({counters:?})"))?;
+    let rule = match expect {
+        Expect::Unchanged(rule)
+        | Expect::Kept(_, rule)
+        | Expect::Moved(_, _, rule)
+        | Expect::Same(_, _, rule)
+        | Expect::Dropped(rule) => rule,
+        Expect::Back(..) => Rule::Reversed,
+    };
+    let counted = match rule.counter() {
+        Some(counter) => counters.iter().any(|name| name == counter.name()),
+        None => counters.is_empty(),
+    };
+    if counted { Ok(name) } else { Err(format!("expected {rule:?} to be counted, got {counters:?}")) }
 }
 
 /// Compares; returns the name that a port got.
@@ -426,6 +459,64 @@ pub const CASES: &[Case] = &[
     Case {
         name: "a pod that is never masqueraded keeps its address",
         steps: &[out(SYN, (POD_EXEMPT, 41_000), W, unchanged(Rule::PodExempt)), Step::Flows(0)],
+    },
+    Case {
+        name: "a packet with a pod's address that came in by another device is not the pod's, on the cached path as well",
+        steps: &[
+            Step::By(3, SYN, A, W, unchanged(Rule::OtherDevice)),
+            Step::By(0, SYN, A, W, unchanged(Rule::OtherDevice)),
+            Step::Flows(0),
+            out(SYN, A, W, kept(Rule::NewFlow)),
+            Step::By(3, ACK, A, W, unchanged(Rule::OtherDevice)),
+            Step::By(0, ACK, A, W, unchanged(Rule::OtherDevice)),
+            Step::By(3, UDP, A, (WEB, 53), unchanged(Rule::OtherDevice)),
+            out(ACK, A, W, kept(Rule::KnownFlow)),
+            come(ACK, W, (NODE, 41_000), Expect::Back(POD_A, 41_000)),
+        ],
+    },
+    Case {
+        name: "packets of a pod that another plugin attached may come in by any device",
+        steps: &[
+            Step::Endpoint(POD_A, Some(EndpointEntry { ifindex: 0, no_masquerade: false, generation: 1 })),
+            Step::By(3, SYN, A, W, kept(Rule::NewFlow)),
+            Step::By(4, ACK, A, W, kept(Rule::KnownFlow)),
+        ],
+    },
+    Case {
+        name: "a flow ends with its pod: what answers it reaches no pod that has the address next",
+        steps: &[
+            out(SYN, A, W, kept(Rule::NewFlow)),
+            come(SYN_ACK, W, (NODE, 41_000), Expect::Back(POD_A, 41_000)),
+            Step::Endpoint(POD_A, None),
+            come(ACK, W, (NODE, 41_000), Expect::Dropped(Rule::PodEnded)),
+            out(ACK, A, W, unchanged(Rule::ForeignSource)),
+            Step::Endpoint(POD_A, Some(EndpointEntry { ifindex: 7, no_masquerade: false, generation: 9 })),
+            come(ACK, W, (NODE, 41_000), Expect::Dropped(Rule::PodEnded)),
+            Step::Flows(1),
+        ],
+    },
+    Case {
+        name: "the next pod with the address takes the ends that the former one used over, and by its own device alone",
+        steps: &[
+            out(UDP, A, (WEB, 53), kept(Rule::NewFlow)),
+            Step::Endpoint(POD_A, Some(EndpointEntry { ifindex: 17, no_masquerade: false, generation: 9 })),
+            come(UDP, (WEB, 53), (NODE, 41_000), Expect::Dropped(Rule::PodEnded)),
+            out(UDP, A, (WEB, 53), unchanged(Rule::OtherDevice)),
+            Step::By(17, UDP, A, (WEB, 53), kept(Rule::FoundFlow)),
+            Step::By(17, UDP, A, (WEB, 53), kept(Rule::KnownFlow)),
+            come(UDP, (WEB, 53), (NODE, 41_000), Expect::Back(POD_A, 41_000)),
+            Step::Flows(1),
+        ],
+    },
+    Case {
+        name: "a flow whose pod's generation was not known is kept when it becomes known",
+        steps: &[
+            Step::Endpoint(POD_A, Some(EndpointEntry { ifindex: 7, no_masquerade: false, generation: 0 })),
+            out(SYN, A, W, kept(Rule::NewFlow)),
+            Step::Endpoint(POD_A, Some(EndpointEntry { ifindex: 7, no_masquerade: false, generation: 4 })),
+            come(SYN_ACK, W, (NODE, 41_000), Expect::Back(POD_A, 41_000)),
+            out(ACK, A, W, kept(Rule::KnownFlow)),
+        ],
     },
     // case: masquerade DT9
     Case {

@@ -6,6 +6,8 @@
 
 use super::expire::{FlowOwner, Protocol};
 use super::plan::{DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason, FlowPolicy};
+use cistern_ebpf_common::abi::same_pod;
+use cistern_ebpf_common::counter::Counter;
 use ipnet::Ipv4Net;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -106,6 +108,8 @@ pub struct Packet {
     pub source: SocketAddrV4,
     /// To; port 0 where there is none.
     pub destination: SocketAddrV4,
+    /// `ifindex` of the device by which it came to the node; 0 where the node itself sends it.
+    pub device: u32,
 }
 
 /// What becomes of a packet.
@@ -140,6 +144,8 @@ pub enum Rule {
     InboundCreated,
     /// The pod is never masqueraded.
     PodExempt,
+    /// The source is a pod, but the packet came in by another device than the pod's.
+    OtherDevice,
     /// The source is neither a pod of this node nor its address.
     ForeignSource,
     /// The host's own flow.
@@ -168,36 +174,40 @@ pub enum Rule {
     NoPort,
     /// Ingress: the answer to a translated flow.
     Reversed,
+    /// Ingress: the answer to a flow whose pod has ended.
+    PodEnded,
     /// Ingress: for the host, or a pod flow that needs nothing.
     NotOurs,
 }
 
 impl Rule {
-    /// The counter that the programs raise for it, by its name in metrics; none where they count nothing.
+    /// The counter that the programs raise for it; none where they count nothing.
     #[must_use]
-    pub const fn counter(self) -> Option<&'static str> {
+    pub const fn counter(self) -> Option<Counter> {
         Some(match self {
-            Self::KnownFlow => "translated",
-            Self::NewFlow => "flow-created",
-            Self::FoundFlow => "cache-refilled",
-            Self::Excluded => "excluded",
-            Self::InboundReply => "inbound-reply",
-            Self::InboundCreated => "inbound-created",
-            Self::PodExempt => "pod-exempt",
-            Self::ForeignSource => "foreign-source",
-            Self::HostFlow => "host-flow",
-            Self::HostTranslated => "host-translated",
-            Self::PolicyWindow => "policy-window",
-            Self::NeverOpens => "never-opens",
-            Self::Disabled => "disabled",
-            Self::Fragment => "fragment",
-            Self::IcmpError => "icmp-error",
-            Self::EchoReply => "echo-reply",
-            Self::IcmpOther => "icmp-other",
-            Self::ProtocolOther => "protocol-other",
-            Self::NoDeviceAddress => "no-device-address",
-            Self::NoPort => "no-port",
-            Self::Reversed => "reversed",
+            Self::KnownFlow => Counter::Translated,
+            Self::NewFlow => Counter::FlowCreated,
+            Self::FoundFlow => Counter::CacheRefilled,
+            Self::Excluded => Counter::Excluded,
+            Self::InboundReply => Counter::InboundReply,
+            Self::InboundCreated => Counter::InboundCreated,
+            Self::PodExempt => Counter::PodExempt,
+            Self::OtherDevice => Counter::OtherDevice,
+            Self::ForeignSource => Counter::ForeignSource,
+            Self::HostFlow => Counter::HostFlow,
+            Self::HostTranslated => Counter::HostTranslated,
+            Self::PolicyWindow => Counter::PolicyWindow,
+            Self::NeverOpens => Counter::NeverOpens,
+            Self::Disabled => Counter::Disabled,
+            Self::Fragment => Counter::Fragment,
+            Self::IcmpError => Counter::IcmpError,
+            Self::EchoReply => Counter::EchoReply,
+            Self::IcmpOther => Counter::IcmpOther,
+            Self::ProtocolOther => Counter::ProtocolOther,
+            Self::NoDeviceAddress => Counter::NoDeviceAddress,
+            Self::NoPort => Counter::NoPort,
+            Self::Reversed => Counter::Reversed,
+            Self::PodEnded => Counter::PodEnded,
             Self::NotOurs => return None,
         })
     }
@@ -260,7 +270,32 @@ pub struct Owner {
     pub origin: SocketAddrV4,
     /// Whose it is.
     pub kind: FlowOwner,
+    /// [`EndpointEntry::generation`] of the pod; 0 for the host.
+    pub generation: u32,
 }
+
+/// What the cache keeps of a flow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cached {
+    /// The node's end.
+    pub external: SocketAddrV4,
+    /// Whose it is.
+    pub kind: FlowOwner,
+    /// [`EndpointEntry::generation`] of the pod; 0 for the host.
+    pub generation: u32,
+    /// The device by which the pod's packets come in; 0 where any counts.
+    pub device: u32,
+}
+
+/// Whose flow is looked for or opened.
+#[derive(Debug, Clone, Copy)]
+struct Local {
+    kind: FlowOwner,
+    generation: u32,
+    device: u32,
+}
+
+const HOST: Local = Local { kind: FlowOwner::Host, generation: 0, device: 0 };
 
 /// An excluded prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -285,7 +320,7 @@ pub struct Node {
     /// Translated flows: the authority.
     pub flows: BTreeMap<Outside, Owner>,
     /// Translated flows: the cache, which may have lost some.
-    pub cache: BTreeMap<Flow, SocketAddrV4>,
+    pub cache: BTreeMap<Flow, Cached>,
     /// Flows opened from outside, as the pod answers.
     pub inbound: BTreeSet<Flow>,
     /// When the policy last changed so that flows may be translated that were not, in seconds.
@@ -326,12 +361,14 @@ impl Node {
         };
         let flow = Flow { protocol, local: packet.source, remote: packet.destination };
         match direction {
-            Direction::Egress => self.egress(packet.content, flow, now),
+            Direction::Egress => self.egress(packet, flow, now),
             Direction::Ingress => self.ingress(packet.content, flow, now),
         }
     }
 
-    fn egress(&mut self, content: Content, flow: Flow, now: u32) -> Decision {
+    fn egress(&mut self, packet: &Packet, flow: Flow, now: u32) -> Decision {
+        let content = packet.content;
+        let came_by = |device: u32| device == 0 || device == packet.device;
         if content == Content::EchoReply {
             return untouched(Rule::EchoReply, "an echo reply answers a request from outside");
         }
@@ -343,9 +380,14 @@ impl Node {
         let sticky = self.settings.flow_policy == FlowPolicy::Sticky;
 
         let mut cached = None;
-        if let Some(external) = self.cache.get(&flow).copied() {
+        if let Some(entry) = self.cache.get(&flow).copied() {
+            let external = entry.external;
             if !self.is_own(*external.ip()) {
                 self.forget(&flow, external);
+            } else if !came_by(entry.device) {
+                // Of another pod than the one that opened the flow, or of none.
+            } else if !self.of_endpoint(&flow, &entry) {
+                self.cache.remove(&flow);
             } else if !opens && sticky {
                 if self.owns(&flow, external) {
                     return known(external);
@@ -356,24 +398,26 @@ impl Node {
             }
         }
 
-        if self.device.address == Some(*flow.local.ip()) {
-            return self.host(flags, flow);
-        }
-        match self.endpoints.get(flow.local.ip()) {
-            None => {
-                return untouched(
-                    Rule::ForeignSource,
-                    format!("{} is neither a pod of this node nor the device's address", flow.local.ip()),
-                );
+        let Some(endpoint) = self.endpoints.get(flow.local.ip()).copied() else {
+            if self.device.address == Some(*flow.local.ip()) {
+                return self.host(flags, flow);
             }
-            Some(endpoint) if endpoint.no_masquerade => {
-                return untouched(Rule::PodExempt, format!("pod {} is never masqueraded", flow.local.ip()));
-            }
-            Some(_) => {}
+            return untouched(
+                Rule::ForeignSource,
+                format!("{} is neither a pod of this node nor the device's address", flow.local.ip()),
+            );
+        };
+        if !came_by(endpoint.ifindex) {
+            let why = format!("{} is a pod, but the packet came in by another device than the pod's", flow.local.ip());
+            return untouched(Rule::OtherDevice, why);
         }
+        if endpoint.no_masquerade {
+            return untouched(Rule::PodExempt, format!("pod {} is never masqueraded", flow.local.ip()));
+        }
+        let pod = Local { kind: FlowOwner::Pod, generation: endpoint.generation, device: endpoint.ifindex };
 
         if let Some((prefix, exclusion)) = self.exclusion(*flow.remote.ip()) {
-            return self.keep_or_pass(flags, flow, prefix, exclusion, cached, now);
+            return self.keep_or_pass(flags, flow, (prefix, exclusion), pod, cached, now);
         }
 
         if opens {
@@ -385,13 +429,14 @@ impl Node {
         if let Some(external) = cached
             && self.owns(&flow, external)
         {
+            self.adopt(&flow, external, pod);
             return known(external);
         }
         let Some(address) = self.device.address else {
             return untouched(Rule::NoDeviceAddress, "the egress device has no IPv4 address");
         };
         if let Some(external) = self.find(&flow, address) {
-            self.cache.insert(flow, external);
+            self.adopt(&flow, external, pod);
             return Decision::new(
                 Verdict::Source(external),
                 Rule::FoundFlow,
@@ -409,15 +454,15 @@ impl Node {
                 );
             }
         }
-        self.open(flow, address, FlowOwner::Pod, Rule::NewFlow)
+        self.open(flow, address, pod, Rule::NewFlow)
     }
 
     fn keep_or_pass(
         &mut self,
         flags: TcpFlags,
         flow: Flow,
-        prefix: Ipv4Net,
-        exclusion: Exclusion,
+        (prefix, exclusion): (Ipv4Net, Exclusion),
+        pod: Local,
         cached: Option<SocketAddrV4>,
         now: u32,
     ) -> Decision {
@@ -436,7 +481,7 @@ impl Node {
             if flags.opens() {
                 self.forget(&flow, external);
             } else {
-                self.cache.insert(flow, external);
+                self.adopt(&flow, external, pod);
                 let why = format!("the flow was translated before {prefix} was excluded");
                 return Decision::new(Verdict::Source(external), Rule::FoundFlow, why);
             }
@@ -456,17 +501,17 @@ impl Node {
             Some(owner) => {
                 let why = format!("the host's own flow, but {} has its port", owner.origin);
                 if let Some(external) = self.find(&flow, *flow.local.ip()) {
-                    self.cache.insert(flow, external);
+                    self.adopt(&flow, external, HOST);
                     return Decision::new(Verdict::Source(external), Rule::HostTranslated, why);
                 }
                 if flow.protocol == Protocol::Tcp && flags.never_opens() {
                     return untouched(Rule::NeverOpens, "FIN, RST and SYN+ACK open no flow, and this one has no entry");
                 }
-                self.open(flow, *flow.local.ip(), FlowOwner::Host, Rule::HostTranslated)
+                self.open(flow, *flow.local.ip(), HOST, Rule::HostTranslated)
             }
             None => {
                 if opens {
-                    self.flows.insert(outside, Owner { origin: flow.local, kind: FlowOwner::Host });
+                    self.flows.insert(outside, Owner { origin: flow.local, kind: FlowOwner::Host, generation: 0 });
                 }
                 pass
             }
@@ -480,6 +525,12 @@ impl Node {
         }
         let outside = Outside { protocol: flow.protocol, remote: flow.local, external: flow.remote };
         if let Some(owner) = self.flows.get(&outside) {
+            let of_endpoint = owner.kind == FlowOwner::Host
+                || self.endpoints.get(owner.origin.ip()).is_some_and(|pod| same_pod(owner.generation, pod.generation));
+            if !of_endpoint {
+                let why = format!("answers a flow of {}, but the pod that opened it has ended", owner.origin);
+                return Decision::new(Verdict::Drop, Rule::PodEnded, why);
+            }
             if owner.origin == outside.external {
                 return not_ours;
             }
@@ -514,6 +565,24 @@ impl Node {
             || self.exclusion(address).is_some_and(|(_, exclusion)| exclusion.reason == ExcludedReason::OwnNode)
     }
 
+    /// Whether the source is still the endpoint that the cached flow is of.
+    fn of_endpoint(&self, flow: &Flow, entry: &Cached) -> bool {
+        entry.kind == FlowOwner::Host
+            || self.endpoints.get(flow.local.ip()).is_some_and(|endpoint| {
+                endpoint.ifindex == entry.device && same_pod(entry.generation, endpoint.generation)
+            })
+    }
+
+    /// Caches a flow that has its entry. One that a former pod with the same address left becomes this pod's.
+    fn adopt(&mut self, flow: &Flow, external: SocketAddrV4, local: Local) {
+        let outside = Outside { protocol: flow.protocol, remote: flow.remote, external };
+        if let Some(owner) = self.flows.get_mut(&outside) {
+            owner.generation = local.generation;
+        }
+        let Local { kind, generation, device } = local;
+        self.cache.insert(*flow, Cached { external, kind, generation, device });
+    }
+
     fn owns(&self, flow: &Flow, external: SocketAddrV4) -> bool {
         let outside = Outside { protocol: flow.protocol, remote: flow.remote, external };
         self.flows.get(&outside).is_some_and(|owner| owner.origin == flow.local)
@@ -544,7 +613,7 @@ impl Node {
                 && !self.settings.ports_reserved.iter().any(|(first, last)| (*first..=*last).contains(&port)))
     }
 
-    fn open(&mut self, flow: Flow, address: Ipv4Addr, kind: FlowOwner, rule: Rule) -> Decision {
+    fn open(&mut self, flow: Flow, address: Ipv4Addr, local: Local, rule: Rule) -> Decision {
         let outside =
             |port| Outside { protocol: flow.protocol, remote: flow.remote, external: SocketAddrV4::new(address, port) };
         let own = flow.local.port();
@@ -552,9 +621,10 @@ impl Node {
         let Some(port) = std::iter::once(own).chain(0..=u16::MAX).find(free) else {
             return Decision::new(Verdict::Drop, Rule::NoPort, format!("every port towards {} is taken", flow.remote));
         };
-        self.flows.insert(outside(port), Owner { origin: flow.local, kind });
+        let Local { kind, generation, device } = local;
+        self.flows.insert(outside(port), Owner { origin: flow.local, kind, generation });
         let external = SocketAddrV4::new(address, port);
-        self.cache.insert(flow, external);
+        self.cache.insert(flow, Cached { external, kind, generation, device });
         let why = match kind {
             FlowOwner::Pod => format!("pod {} speaks to {}, which no rule excludes", flow.local.ip(), flow.remote.ip()),
             FlowOwner::Host => "the host's own flow, but a pod has its port".to_owned(),
@@ -607,7 +677,7 @@ mod tests {
     impl Machine for Model {
         fn send(&mut self, direction: Direction, packet: &Packet) -> (Verdict, Vec<String>) {
             let decision = self.node.decide(direction, packet, self.now);
-            (decision.verdict, decision.rule.counter().map(str::to_owned).into_iter().collect())
+            (decision.verdict, decision.rule.counter().map(|counter| counter.name().to_owned()).into_iter().collect())
         }
 
         fn exclude(&mut self, prefix: Ipv4Net, reason: ExcludedReason) {
@@ -618,6 +688,13 @@ mod tests {
         fn include(&mut self, prefix: Ipv4Net) {
             self.node.policy_changed = Some(self.now);
             self.node.excluded.remove(&prefix);
+        }
+
+        fn endpoint(&mut self, address: Ipv4Addr, entry: Option<EndpointEntry>) {
+            match entry {
+                Some(entry) => self.node.endpoints.insert(address, entry),
+                None => self.node.endpoints.remove(&address),
+            };
         }
 
         fn configure(&mut self, settings: &DatapathSettings) {
@@ -652,8 +729,13 @@ mod tests {
         let mut model = Model::new();
         let from = SocketAddrV4::new(cases::POD_A, 41_000);
         let mut ask = |to: Ipv4Addr| {
-            let packet =
-                Packet { content: Content::Tcp(TcpFlags::SYN), source: from, destination: SocketAddrV4::new(to, 443) };
+            let destination = SocketAddrV4::new(to, 443);
+            let packet = Packet {
+                content: Content::Tcp(TcpFlags::SYN),
+                source: from,
+                destination,
+                device: cases::device(cases::POD_A),
+            };
             model.node.decide(Direction::Egress, &packet, 0).to_string()
         };
         assert_eq!(

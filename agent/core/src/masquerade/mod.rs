@@ -2,6 +2,6 @@
 #[cfg(any(test, feature = "cases"))]
 pub mod cases;
 pub mod decide;
-pub mod excluded;
 pub mod expire;
+pub mod ip_masq;
 pub mod plan;

@@ -1,6 +1,7 @@
 //! What the datapath shall hold: the desired rows of its maps, independent of their bytes.
 
 use crate::settings::DeviceSelector;
+use cistern_ebpf_common::abi::reason;
 use ipnet::Ipv4Net;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,19 +15,19 @@ use std::net::Ipv4Addr;
 #[repr(u8)]
 pub enum ExcludedReason {
     /// An address of this node.
-    OwnNode = 1,
+    OwnNode = reason::OWN_NODE,
     /// `InternalIP` of another node, under native routing.
-    NodeInternalIp = 2,
+    NodeInternalIp = reason::NODE_INTERNAL_IP,
     /// The pod CIDR of a known node.
-    PodCidr = 3,
+    PodCidr = reason::POD_CIDR,
     /// `ipv4-native-routing-cidr`.
-    NativeRouting = 4,
+    NativeRouting = reason::NATIVE_ROUTING,
     /// The ip-masq-agent list, or its built-in default.
-    IpMasqAgent = 5,
+    IpMasqAgent = reason::IP_MASQ_AGENT,
     /// 169.254.0.0/16, unless `masqLinkLocal`.
-    LinkLocal = 6,
+    LinkLocal = reason::LINK_LOCAL,
     /// Multicast and limited broadcast: never masqueraded.
-    Multicast = 7,
+    Multicast = reason::MULTICAST,
 }
 
 impl ExcludedReason {
@@ -79,10 +80,22 @@ impl fmt::Display for ExcludedReason {
 /// A pod of this node as the datapath knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EndpointEntry {
-    /// The host side of the pod's interface.
+    /// The host side of the pod's interface; 0 where another plugin attached the pod.
     pub ifindex: u32,
     /// The pod's traffic is never masqueraded.
     pub no_masquerade: bool,
+    /// Tells the pods that have this address one after the other apart: [`EndpointEntry::generation_of`] the lease, 0 where
+    /// that is not known. A flow ends with the generation that opened it.
+    pub generation: u32,
+}
+
+impl EndpointEntry {
+    /// The generation of the endpoint of a lease with this generation. Never 0, which stands for "not known".
+    #[must_use]
+    pub fn generation_of(lease: u64) -> u32 {
+        // Two leases of one address are never 2^32 apart, so the lower half tells them apart.
+        (lease as u32).max(1)
+    }
 }
 
 /// An egress device as the datapath knows it.
@@ -580,7 +593,6 @@ mod tests {
             assert_eq!(ExcludedReason::from_number(reason as u8), Some(reason));
         }
         assert_eq!(ExcludedReason::from_number(0), None);
-        assert_eq!(ExcludedReason::OwnNode as u8, 1, "the programs know this one");
     }
 
     /// Few enough that sources name the same ones, those that are excluded in any case among them.

@@ -28,7 +28,7 @@ pub use value::{
     ApiServerUrl, DevicePattern, DeviceSelector, IpamMode, LogFormat, LogLevel, LogOptions, PortRange, ServeAddress,
 };
 
-use crate::masquerade::excluded::DefaultExclusions;
+use crate::masquerade::ip_masq::DefaultExclusions;
 use crate::masquerade::plan::FlowPolicy;
 use ipnet::Ipv4Net;
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
 //! Value types: parsing and rendering.
 
-use crate::masquerade::excluded::DefaultExclusions;
+use crate::masquerade::ip_masq::DefaultExclusions;
 use crate::masquerade::plan::FlowPolicy;
 use ipnet::Ipv4Net;
 use jiff::SignedDuration;
