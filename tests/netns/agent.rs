@@ -6,21 +6,22 @@
 use cistern::api::server::{self, AgentApi, Failure, IpamQuery};
 use cistern::api::types::{
     AddRequest, AddResponse, AddressExplanation, CheckRequest, CheckResponse, ConfirmRequest, DelRequest, DelResponse,
-    ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, IpReport, IpamResponse,
-    NodeReply, Status,
+    EndpointRequest, EndpointResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse,
+    Health, IpReport, IpamResponse, LeasedAddress, NodeReply, Status,
 };
+use cistern::app::deletions::{self, Replayed};
 use cistern::clock::{self, Clock};
 use cistern::leases::{self, Endpoints, Host, LeaseStore, Parts};
 use cistern::tables::findings::Findings;
 use cistern::tables::rows::{NetworkRow, PoolRow};
 use cistern::tables::{Table, Waits};
+use cistern_core::cni::refusal::Refusal;
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{self, Attachment, Change, LeaseState, RecordTimes, Timings};
 use cistern_tests::lab::Machine;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
@@ -41,7 +42,7 @@ pub(crate) enum Confirm {
 
 struct Answers {
     endpoints: Endpoints,
-    ready: AtomicBool,
+    health: Mutex<Health>,
     confirm: Mutex<Confirm>,
     confirm_seen: Mutex<Option<mpsc::Sender<()>>>,
 }
@@ -51,11 +52,11 @@ fn attachment(container_id: String, ifname: String) -> Attachment {
 }
 
 fn unavailable(error: &impl ToString) -> Failure {
-    Failure::retryable(503, "no-address", error.to_string())
+    Failure::new(Refusal::PoolExhausted, error.to_string())
 }
 
 fn not_here() -> Failure {
-    Failure::permanent(501, "not-here", "this stand-in answers the CNI calls alone")
+    Failure::new(Refusal::NoDatapath, "this stand-in answers the CNI calls alone")
 }
 
 impl AgentApi for Answers {
@@ -71,13 +72,12 @@ impl AgentApi for Answers {
             })
             .await
             .map_err(|error| unavailable(&error))?;
-        Ok(AddResponse {
-            address: granted.lease.addresses.ipv4.unwrap(),
+        let leased = LeasedAddress {
+            address: granted.lease.addresses.ipv4.unwrap().into(),
             prefix_len: 29,
-            router: granted.router.ipv4.unwrap(),
-            mtu: MTU,
-            generation: granted.lease.generation,
-        })
+            router: granted.router.ipv4.unwrap().into(),
+        };
+        Ok(AddResponse::new(vec![leased], MTU, granted.lease.generation))
     }
 
     async fn confirm(&self, request: ConfirmRequest) -> Result<(), Failure> {
@@ -87,7 +87,7 @@ impl AgentApi for Answers {
         let wanted = self.confirm.lock().unwrap().clone();
         match wanted {
             Confirm::Carry => {}
-            Confirm::Refuse => return Err(Failure::permanent(500, "datapath", "the endpoint map is broken")),
+            Confirm::Refuse => return Err(Failure::new(Refusal::OtherGeneration, "the lease is another one")),
             Confirm::Ignore => std::future::pending().await,
         }
         let attachment = attachment(request.container_id, request.ifname);
@@ -102,7 +102,7 @@ impl AgentApi for Answers {
 
     async fn check(&self, request: CheckRequest) -> Result<CheckResponse, Failure> {
         let held = self.endpoints.check(attachment(request.container_id, request.ifname)).await.unwrap();
-        let (lease, router) = held.ok_or_else(|| Failure::permanent(404, "no-lease", "it holds no address"))?;
+        let (lease, router) = held.ok_or_else(|| Failure::new(Refusal::NoLease, "it holds no address"))?;
         let interface = match lease.state {
             LeaseState::Confirmed { interface, .. } => Some(interface),
             LeaseState::Provisional { .. } => None,
@@ -112,7 +112,8 @@ impl AgentApi for Answers {
 
     async fn gc(&self, request: GcRequest) -> Result<GcResponse, Failure> {
         let valid = request.valid.into_iter().map(|del| attachment(del.container_id, del.ifname)).collect();
-        let ended = self.endpoints.collect(request.network, valid).await.unwrap();
+        let request = lease::CollectRequest { network: request.network, valid, began: request.began };
+        let ended = self.endpoints.collect(request).await.unwrap();
         let released = ended.into_iter().map(|lease| lease.attachment).collect();
         Ok(GcResponse { released })
     }
@@ -129,16 +130,16 @@ impl AgentApi for Answers {
         Err(not_here())
     }
 
+    async fn create_endpoint(&self, _request: EndpointRequest) -> Result<EndpointResponse, Failure> {
+        Err(not_here())
+    }
+
     async fn addresses(&self) -> Result<Vec<IpReport>, Failure> {
         Err(not_here())
     }
 
     async fn health(&self) -> Health {
-        if self.ready.load(Ordering::Relaxed) {
-            Health { ready: true, reasons: Vec::new() }
-        } else {
-            Health { ready: false, reasons: vec!["waiting for podCIDRs".into()] }
-        }
+        self.health.lock().unwrap().clone()
     }
 
     async fn status(&self) -> Status {
@@ -174,11 +175,14 @@ impl LeaseStore for Forget {
 }
 
 /// Every namespace is there, and no device is removed.
-struct Still;
+/// What the machine shows, whose root is another than that of this process.
+struct Still {
+    root: PathBuf,
+}
 
 impl Host for Still {
-    fn namespace(&self, _path: &str) -> Namespace {
-        Namespace::There
+    fn namespace(&self, path: &str) -> Namespace {
+        if self.root.join(path.trim_start_matches('/')).exists() { Namespace::There } else { Namespace::Gone }
     }
 
     fn host_side(&self, attachment: &Attachment) -> String {
@@ -222,7 +226,7 @@ impl Agent {
             configured_router: Some(ROUTER),
             rebooted: false,
             times: RecordTimes::Continue,
-            host: Box::new(Still),
+            host: Box::new(Still { root: machine.file("/") }),
             draw: Box::new(rand::random),
             store: Box::new(Forget),
             map: None,
@@ -248,7 +252,7 @@ impl Agent {
         });
         let answers = Arc::new(Answers {
             endpoints,
-            ready: AtomicBool::new(true),
+            health: Mutex::new(Health::new(Vec::new())),
             confirm: Mutex::new(Confirm::Carry),
             confirm_seen: Mutex::new(None),
         });
@@ -294,8 +298,8 @@ impl Agent {
     }
 
     /// Chooses what it says of itself.
-    pub(crate) fn set_ready(&self, ready: bool) {
-        self.answers.ready.store(ready, Ordering::Relaxed);
+    pub(crate) fn set_health(&self, health: Health) {
+        *self.answers.health.lock().unwrap() = health;
     }
 
     /// The addresses that pods hold, by container ID, with whether they are confirmed.
@@ -315,9 +319,9 @@ impl Agent {
     }
 
     /// Carries out the DELs that wait in a directory.
-    pub(crate) fn replay(&self, queue: &std::path::Path) -> usize {
+    pub(crate) fn replay(&self, queue: &std::path::Path) -> Replayed {
         let runtime = self.runtime.as_ref().unwrap();
-        runtime.block_on(cistern::app::agent::replay_once(queue, &self.answers.endpoints)).unwrap()
+        runtime.block_on(deletions::replay_once(queue, &self.answers.endpoints)).unwrap()
     }
 }
 

@@ -5,7 +5,7 @@ use crate::process::{Rig, cni, program, start_cni, until};
 use cistern_tests::lab::Machine;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 const PODS: usize = 100;
 
@@ -108,6 +108,42 @@ fn an_add_waits_for_an_agent_that_starts_and_for_one_that_restarts() {
     assert_eq!(confirmed, ["early".to_owned(), "meanwhile".to_owned()].into());
 }
 
+fn status(node: &Machine) -> Result<(), String> {
+    let mut command = node.command(program("cistern-cni"));
+    command.env("CNI_COMMAND", "STATUS").env("CNI_PATH", "/").stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let conf = json!({"cniVersion": "1.1.0", "name": "n", "type": "cistern-cni"});
+    std::io::Write::write_all(&mut child.stdin.take().unwrap(), conf.to_string().as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    if output.status.success() { Ok(()) } else { Err(String::from_utf8(output.stdout).unwrap()) }
+}
+
+// case: ipam P14
+#[test]
+fn a_node_that_has_served_stays_well_while_its_agent_restarts() {
+    let mut rig = Rig::new("b-status");
+    rig.write_kubeconfig();
+    rig.start_agent(&[]);
+    until("the agent's word", || status(&rig.node).is_err_and(|error| error.contains("no pod CIDR yet")));
+    rig.start_api();
+    until("readiness", || status(&rig.node).is_ok());
+    // Straight after it was ready for the first time.
+    rig.kill_agent();
+    assert_eq!(status(&rig.node), Ok(()));
+    for (clock, set) in [("back", "1 hour"), ("forward", "1 hour ago")] {
+        rig.node.run("touch", &["-d", set, "/run/cistern/served"]).unwrap();
+        assert_eq!(status(&rig.node), Ok(()), "the clock was set {clock}");
+    }
+    for _ in 0..3 {
+        rig.start_agent(&[]);
+        until("readiness after a restart", || {
+            assert_eq!(status(&rig.node), Ok(()), "while it starts");
+            rig.is_ready()
+        });
+        rig.kill_agent();
+    }
+}
+
 // case: ipam P10
 #[test]
 fn dels_that_wait_on_disk_are_carried_out_after_a_reboot() {
@@ -138,10 +174,19 @@ fn dels_that_wait_on_disk_are_carried_out_after_a_reboot() {
 
 /// A call as any client makes it: the status and the body.
 fn http(rig: &Rig, method: &str, path: &str) -> (u16, Value) {
+    http_with(rig, method, path, &Value::Null)
+}
+
+fn http_with(rig: &Rig, method: &str, path: &str, body: &Value) -> (u16, Value) {
     use std::io::{Read as _, Write as _};
     let socket = rig.node.file("/run/cistern/cistern.sock");
     let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
-    write!(stream, "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
+    let body = if body.is_null() { String::new() } else { body.to_string() };
+    let head = format!(
+        "host: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}",
+        body.len()
+    );
+    write!(stream, "{method} {path} HTTP/1.1\r\n{head}\r\n\r\n{body}").unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
@@ -152,6 +197,7 @@ fn http(rig: &Rig, method: &str, path: &str) -> (u16, Value) {
 // case: ipam P1
 // case: ipam P2
 // case: ipam P3
+// case: ipam P5
 #[test]
 fn the_calls_by_owner_answer_with_the_status_codes_that_cilium_s_clients_know() {
     let rig = serving("b-http", &["--cluster-pool-ipv4-mask-size", "29"]);
@@ -174,6 +220,31 @@ fn the_calls_by_owner_answer_with_the_status_codes_that_cilium_s_clients_know() 
     assert_eq!((status, second["ipv4"].get("expiration-uuid")), (201, None));
 
     let owned = second["ipv4"]["ip"].as_str().unwrap();
+    let expiring = body["ipv4"]["ip"].as_str().unwrap();
+    let row = || rows(&rig.node, &["ip", "list"]).into_iter().find(|row| row["address"] == expiring).unwrap();
+    assert_ne!(row()["until"], Value::Null, "the timer runs");
+    let present = |addressing: Value| {
+        let endpoint = json!({"addressing": addressing, "container-id": "c9", "state": "waiting-for-identity"});
+        http_with(&rig, "PUT", "/v1/endpoint/cni-attachment-id:c9:eth0", &endpoint)
+    };
+    let with = |uuid: &str, pool: &str| json!({"ipv4": expiring, "ipv4-pool-name": pool, "ipv4-expiration-uuid": uuid});
+    for (addressing, status, words) in [
+        (with("another", "default"), 500, "does not match the timer"),
+        (with(uuid, "gold"), 500, "no expiration timer registered"),
+        (json!({"ipv4": owned, "ipv4-expiration-uuid": uuid}), 500, "no expiration timer registered"),
+        (json!({"ipv4": "10.1.2", "ipv4-expiration-uuid": uuid}), 400, "is not an IP address"),
+        (json!({"ipv4": expiring}), 400, "no address with its expiration UUID"),
+        (Value::Null, 400, "no address with its expiration UUID"),
+    ] {
+        let (given, body) = present(addressing.clone());
+        assert_eq!(given, status, "{addressing}: {body}");
+        assert!(body.as_str().unwrap().contains(words), "{addressing}: {body}");
+        assert_ne!(row()["until"], Value::Null, "{addressing}: the timer runs on");
+    }
+    let (status, endpoint) = present(with(uuid, ""));
+    assert_eq!((status, &endpoint["status"]["networking"]["addressing"][0]["ipv4"]), (201, &json!(expiring)));
+    assert_eq!(row()["until"], Value::Null, "the address stays");
+    assert_eq!(present(with(uuid, "")).0, 500, "there is no timer any more");
     for (method, path, status, words) in [
         ("DELETE", format!("/v1/ipam/{address}?pool=default"), 500, "in use by endpoint pod/eth0"),
         ("DELETE", "/v1/ipam/10.1.2?pool=default".into(), 400, "is not an IP address"),
@@ -208,8 +279,8 @@ fn it_answers_as_cilium_cni() {
     std::os::unix::fs::symlink(program("cistern-cni"), link).unwrap();
     let mut command: Command = rig.node.command("/run/cilium-cni");
     command.envs([("CNI_COMMAND", "ADD"), ("CNI_CONTAINERID", "pod"), ("CNI_IFNAME", "eth0"), ("CNI_PATH", "/run")]);
-    command.env("CNI_NETNS", "/run/netns/pod").stdin(std::process::Stdio::piped());
-    let mut child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    command.env("CNI_NETNS", "/run/netns/pod").stdin(Stdio::piped());
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let conf = json!({"cniVersion": "0.3.1", "name": "cilium", "type": "cilium-cni", "enable-debug": false});
     std::io::Write::write_all(&mut child.stdin.take().unwrap(), conf.to_string().as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();

@@ -1,6 +1,7 @@
 //! The real `cistern-cni`, called as a container runtime calls it; what it made is read back through `ip`.
 
 use crate::agent::{Agent, Confirm, MTU, ROUTER};
+use cistern::api::types::Health;
 use cistern_tests::lab::{Lab, Machine, Pod};
 use serde_json::{Value, json};
 use std::io::Write;
@@ -295,6 +296,172 @@ fn del_may_come_again_late_and_without_namespace_and_harms_no_other_pod() {
     node.agent.pause();
 }
 
+/// Standard inputs that an ADD would refuse, or that no runtime should send.
+fn damaged(plugin: &Value) -> Vec<String> {
+    let without = |key: &str| {
+        let mut conf = plugin.clone();
+        conf.as_object_mut().unwrap().remove(key);
+        conf.to_string()
+    };
+    let with = |key: &str, value: Value| {
+        let mut conf = plugin.clone();
+        conf[key] = value;
+        conf.to_string()
+    };
+    let mut inputs = ["", "no JSON", "{\"cniVersion\": ", "[]", "null", "7", "{}"].map(str::to_owned).to_vec();
+    inputs.push("[".repeat(5_000));
+    inputs.extend(["cniVersion", "name", "type"].map(without));
+    for key in [
+        "cniVersion",
+        "name",
+        "type",
+        "ipam",
+        "mtu",
+        "prevResult",
+        "dns",
+        "args",
+        "capabilities",
+        "runtimeConfig",
+        "socket-path",
+        "queue-dir",
+        "cni.dev/valid-attachments",
+        "of-a-later-release",
+    ] {
+        inputs.extend(
+            [Value::Null, json!(""), json!(5), json!(["x"]), json!({"type": 5}), json!("1450")].map(|v| with(key, v)),
+        );
+    }
+    inputs.push(with("cniVersion", json!("0.2.0")));
+    inputs.push(with("cniVersion", json!("2.0.0")));
+    inputs.push(with("prevResult", json!({"cniVersion": "1.0.0", "ips": "damaged", "interfaces": [5]})));
+    inputs
+}
+
+#[test]
+fn del_needs_the_attachment_and_nothing_else() {
+    let mut node = node("e-damaged");
+    let pod = node.machine.pod("pod-1").unwrap();
+    let ipam = json!({"cniVersion": "1.0.0", "name": "n", "type": "bridge", "ipam": {"type": "cistern-cni"}});
+    for (plugin, inputs) in [(conf("1.0.0"), damaged(&conf("1.0.0"))), (ipam.clone(), damaged(&ipam))] {
+        for input in inputs {
+            let shown: String = input.chars().take(200).collect();
+            node.call("ADD", "c1", &pod).with_conf(&plugin).run().result();
+            assert_eq!(node.agent.leases().len(), 1);
+            let outcome = node.call("DEL", "c1", &pod).with_stdin(&input).run();
+            assert!(outcome.success && outcome.output.is_empty(), "{shown}: {outcome:?}");
+            node.assert_empty(&shown);
+        }
+    }
+    // What is missing is the attachment: the answer has a version, whatever was asked for.
+    let (code, message) = node.call("DEL", "c1", &pod).without("CNI_CONTAINERID").with_stdin("").run().error();
+    assert!(code == 4 && message.contains("CNI_CONTAINERID"), "{message}");
+
+    // It waits for the agent as any other.
+    let queue = node.machine.file("/var/lib/cistern/cni-queue");
+    node.add("c1", &pod);
+    node.agent.pause();
+    for input in damaged(&conf("1.0.0")) {
+        node.call("DEL", "c1", &pod).with_stdin(&input).run().result();
+    }
+    assert_eq!(queued(&queue), 1);
+    node.agent.resume();
+    assert_eq!(node.agent.replay(&queue).done, 1);
+    node.assert_empty("after the replay");
+}
+
+#[test]
+fn a_del_that_the_agent_refuses_waits_on_disk_and_stops_no_other() {
+    let node = node("e-refused");
+    let pod = node.machine.pod("pod-1").unwrap();
+    let queue = node.machine.file("/var/lib/cistern/cni-queue");
+    // Another program answers at the socket that a damaged configuration names.
+    let mut elsewhere = conf("1.0.0");
+    elsewhere["socket-path"] = json!("/run/elsewhere.sock");
+    let listener = std::os::unix::net::UnixListener::bind(node.machine.file("/run/elsewhere.sock")).unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let _ = stream.unwrap().write_all(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n");
+        }
+    });
+    for name in ["c1", "c2"] {
+        node.add(name, &pod);
+        node.call("DEL", name, &pod).with_conf(&elsewhere).run().result();
+    }
+    assert_eq!((queued(&queue), node.agent.leases().len()), (2, 2));
+    // One of a later build, which that build carries out.
+    let later = queue.join("later.json");
+    std::fs::write(&later, r#"{"format":9,"oldest_reader":9}"#).unwrap();
+    let replayed = node.agent.replay(&queue);
+    assert_eq!((replayed.done, replayed.kept.len()), (2, 1));
+    assert!(later.exists());
+    node.assert_empty("after the replay");
+}
+
+#[test]
+fn calls_at_once_for_an_attachment_end_with_one_working_interface_or_with_none() {
+    let node = node("e-at-once");
+    let pod = node.machine.pod("pod-1").unwrap();
+    let run = |verbs: &[&str]| -> Vec<Outcome> {
+        let children: Vec<Child> = verbs.iter().map(|verb| node.call(verb, "c1", &pod).start()).collect();
+        children
+            .into_iter()
+            .map(|child| {
+                let output = child.wait_with_output().unwrap();
+                let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+                Outcome { success: output.status.success(), output: text(output.stdout), errors: text(output.stderr) }
+            })
+            .collect()
+    };
+    let works = |result: &Value| {
+        let mut conf = conf("1.1.0");
+        conf["prevResult"] = result.clone();
+        node.call("CHECK", "c1", &pod).with_conf(&conf).run().result();
+        assert_eq!(node.agent.leases(), [("c1".to_owned(), (address_of(result), true))].into());
+        assert_eq!((node.host_sides().len(), node.pods_routes().as_array().unwrap().len()), (1, 1));
+    };
+    for round in 0..75 {
+        let results: Vec<Value> = run(&["ADD", "ADD"]).iter().map(Outcome::result).collect();
+        assert_eq!(results[0], results[1], "round {round}: one address and one pair");
+        works(&results[0]);
+        assert!(round % 10 != 0 || pings(&pod, ROUTER));
+        node.call("DEL", "c1", &pod).run().result();
+        node.assert_empty("DEL");
+
+        let mut outcomes = run(if round % 2 == 0 { &["ADD", "DEL", "ADD"] } else { &["DEL", "ADD", "DEL"] });
+        match node.agent.leases().get("c1") {
+            None => node.assert_empty(&format!("round {round}: a DEL came last")),
+            Some((address, _)) => {
+                let added = outcomes.iter().filter(|outcome| !outcome.output.is_empty()).map(Outcome::result);
+                works(&added.filter(|result| address_of(result) == *address).last().unwrap());
+            }
+        }
+        outcomes.retain(|outcome| !outcome.success);
+        assert!(outcomes.is_empty(), "round {round}: {outcomes:?}");
+        node.call("DEL", "c1", &pod).run().result();
+        node.assert_empty("the last DEL");
+    }
+}
+
+#[test]
+fn a_del_waits_for_an_add_that_is_at_work_and_for_none_that_was_killed() {
+    let node = node("e-waits");
+    let pod = node.machine.pod("pod-1").unwrap();
+    node.agent.confirm(Confirm::Ignore);
+    let arrived = node.agent.next_confirmation();
+    let mut add = node.call("ADD", "c1", &pod).start();
+    arrived.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
+    let mut del = node.call("DEL", "c1", &pod).start();
+    // Others are not kept waiting meanwhile: this one needs no confirmation.
+    node.call("DEL", "c2", &pod).run().result();
+    assert_eq!(del.try_wait().unwrap(), None, "the ADD has the attachment");
+    assert_eq!((node.host_sides().len(), node.agent.leases().len()), (1, 1));
+    add.kill().unwrap();
+    add.wait().unwrap();
+    let output = del.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    node.assert_empty("the DEL after a killed ADD");
+}
+
 // case: ipam P8
 #[test]
 fn an_add_that_fails_after_its_lease_leaves_nothing() {
@@ -304,7 +471,7 @@ fn an_add_that_fails_after_its_lease_leaves_nothing() {
     node.agent.confirm(Confirm::Refuse);
     let (code, message) = node.call("ADD", "c1", &pod).run().error();
     assert_eq!(code, 102, "{message}");
-    assert!(message.contains("the endpoint map is broken"), "{message}");
+    assert!(message.contains("the lease is another one"), "{message}");
     node.assert_empty("refused confirmation");
     assert!(pod.run("ip", &["link", "show", "eth0"]).is_err());
 
@@ -460,7 +627,7 @@ fn a_del_without_agent_waits_on_disk_and_the_257th_is_refused() {
     assert_eq!(queued(&queue), 256);
 
     node.agent.resume();
-    assert_eq!(node.agent.replay(&queue), 256);
+    assert_eq!(node.agent.replay(&queue).done, 256);
     assert_eq!(queued(&queue), 0);
     node.assert_empty("replay");
     node.call("DEL", "c2", &pod).run().result();
@@ -477,7 +644,7 @@ fn a_queued_del_does_not_end_an_attachment_that_was_made_after_it() {
     node.call("DEL", "c1", &pod).run().result();
     node.agent.resume();
     node.add("c1", &pod);
-    assert_eq!(node.agent.replay(&queue), 1);
+    assert_eq!(node.agent.replay(&queue).done, 1);
     assert_eq!(queued(&queue), 0);
     assert!(node.agent.leases()["c1"].1, "the pod that runs keeps its address");
     assert!(pings(&pod, ROUTER));
@@ -513,16 +680,33 @@ fn status_tells_a_restart_from_a_node_that_cannot_serve() {
     let mut node = node("e-status");
     let run = |node: &Node| Call::new(&node.machine, "STATUS", "", "").run();
     run(&node).result();
-    node.agent.set_ready(false);
-    let (code, message) = run(&node).error();
-    assert!(code == 50 && message.contains("waiting for podCIDRs"), "{message}");
-
+    let starting = Health { starting: true, ..Health::new(vec!["no full pass yet".to_owned()]) };
+    let serves_no_more = Health::new(vec!["waiting for podCIDRs".to_owned()]);
+    for health in [&starting, &serves_no_more] {
+        node.agent.set_health(health.clone());
+        let (code, message) = run(&node).error();
+        assert!(code == 50 && message.contains(&health.reasons[0]), "this node never served: {message}");
+    }
     node.agent.pause();
     assert_eq!(run(&node).error().0, 50, "this node never served");
+
     node.machine.run("touch", &["/run/cistern/served"]).unwrap();
     run(&node).result();
+    node.machine.run("touch", &["-d", "1 hour", "/run/cistern/served"]).unwrap();
+    assert_eq!(run(&node).result(), Value::Null, "the clock was set back");
+    node.agent.resume();
+    node.agent.set_health(starting);
+    assert_eq!(run(&node).result(), Value::Null, "a restart");
+    node.agent.set_health(serves_no_more);
+    assert_eq!(run(&node).error().0, 50, "it has served, and cannot any more");
+    node.agent.pause();
     node.machine.run("touch", &["-d", "6 minutes ago", "/run/cistern/served"]).unwrap();
     assert_eq!(run(&node).error().0, 50, "that is no restart any more");
+
+    let mut refused = conf("1.1.0");
+    refused["mtu"] = json!("1450");
+    let (code, message) = Call::new(&node.machine, "STATUS", "", "").with_conf(&refused).run().error();
+    assert!(code == 7 && message.contains("mtu"), "no ADD can be served with it: {message}");
 }
 
 #[test]
@@ -533,16 +717,46 @@ fn gc_ends_what_is_not_in_the_list() {
         node.add(&format!("c{number}"), pod);
     }
     let call = |conf: &Value| Call::new(&node.machine, "GC", "", "").with_conf(conf).run();
-    let (code, message) = call(&conf("1.1.0")).error();
-    assert!(code == 7 && message.contains("cni.dev/valid-attachments"), "{message}");
-    assert_eq!(node.agent.leases().len(), 3, "without a list nothing is released");
+    let with = |key: &str, value: Value| {
+        let mut conf = conf("1.1.0");
+        conf[key] = value;
+        conf
+    };
+    let list = |value: Value| with("cni.dev/valid-attachments", value);
+    let c2 = json!({"containerID": "c2", "ifname": "eth0"});
+    for refused in [
+        conf("1.1.0"),
+        list(Value::Null),
+        list(json!("c2")),
+        list(json!([c2, null])),
+        list(json!([c2, {"containerID": "c1"}])),
+        list(json!([c2, {"containerID": "c1", "ifname": 0}])),
+        with("cni.dev/attachments", json!({})),
+        json!({"cniVersion": "1.1.0", "type": "cistern-cni", "cni.dev/valid-attachments": [c2]}),
+    ] {
+        let (code, message) = call(&refused).error();
+        assert!(code == 7 && message.contains("nothing was released"), "{refused}: {message}");
+        assert_eq!(node.agent.leases().len(), 3, "{refused}: nothing is released");
+    }
+    assert_eq!(call(&json!(["cni.dev/valid-attachments"])).error().0, 6);
+    // A runtime that has lost its state knows no attachment, and its pods run.
+    call(&list(json!([]))).result();
+    assert_eq!(node.agent.leases().len(), 3, "every namespace is alive");
+    assert_eq!(node.host_sides().len(), 3);
 
     let mut valid = conf("1.1.0");
-    valid["cni.dev/valid-attachments"] = json!([{"containerID": "c2", "ifname": "eth0"}]);
+    valid["cni.dev/valid-attachments"] = json!([c2]);
+    // GC needs the network and the list alone.
+    valid["mtu"] = json!("1450");
     call(&valid).result();
     assert_eq!(node.agent.leases().into_keys().collect::<Vec<_>>(), ["c2"]);
     assert_eq!(node.host_sides().len(), 1);
     assert!(pings(&pods[1], ROUTER));
+    for pod in pods {
+        pod.remove().unwrap();
+    }
+    call(&list(json!([]))).result();
+    node.assert_empty("an empty list, and no namespace is alive");
 }
 
 #[test]
@@ -565,7 +779,7 @@ fn whatever_is_wrong_with_a_call_is_said_and_nothing_is_left() {
         (changed("cniVersion", json!("")), 1, "cniVersion: \"\""),
         (changed("name", json!("")), 7, "name: \"\""),
         (changed("mtu", json!(68)), 7, "mtu: 68"),
-        (changed("mtu", json!("big")), 6, "network configuration on standard input"),
+        (changed("mtu", json!("big")), 7, "mtu: \"big\"; expected a number from 576 to 65535"),
         (changed("ipam", json!({"type": "host-local"})), 2, "ipam.type: \"host-local\""),
         (changed("ipam", json!({"type": "cistern-cni"})), 2, "ipam.type: \"cistern-cni\""),
         (changed("prevResult", json!({"ips": []})), 2, "prevResult: present"),

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
 
 /// Whatever changes something outside, or waits for it to be changed.
-const CALLS: &str = "connect,sendto,sendmsg,recvfrom,recvmsg,write,setns,mkdir,rename,unlink,flock";
+const CALLS: &str = "connect,sendto,sendmsg,recvfrom,recvmsg,write,setns,mkdir,rename,unlink,flock,fcntl";
 
 const KILLED: i32 = 9;
 

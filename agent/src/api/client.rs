@@ -221,6 +221,7 @@ fn head(method: &str, path: &str, length: Option<usize>) -> Vec<u8> {
 }
 
 fn parse<R: DeserializeOwned>(call: &str, body: &[u8]) -> Result<R, ClientError> {
+    let body: &[u8] = if body.is_empty() { b"null" } else { body };
     serde_json::from_slice(body)
         .map_err(|error| ClientError::Malformed { call: call.to_owned(), reason: error.to_string() })
 }
@@ -381,6 +382,14 @@ mod tests {
 
     fn del(client: &mut Client) -> Result<DelResponse, ClientError> {
         client.post("/v1/cni/del", &DelRequest { container_id: "c".into(), ifname: "eth0".into(), began: None })
+    }
+
+    #[test]
+    fn an_answer_without_a_body_is_an_answer() {
+        let (_directory, path, server) = serve(vec![vec![answer("204 No Content", "")]]);
+        let request = DelRequest { container_id: "c".into(), ifname: "eth0".into(), began: None };
+        Client::new(path, TIMEOUT).post::<_, serde::de::IgnoredAny>("/v1/cni/del", &request).unwrap();
+        assert_eq!(server.join().unwrap(), 1);
     }
 
     #[test]

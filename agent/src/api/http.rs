@@ -94,11 +94,11 @@ mod tests {
 
     impl Probe for Waiting {
         async fn live(&self) -> Health {
-            Health { ready: true, reasons: Vec::new() }
+            Health::new(Vec::new())
         }
 
         async fn ready(&self) -> Health {
-            Health { ready: false, reasons: vec!["no pod CIDR yet".to_owned()] }
+            Health::new(vec!["no pod CIDR yet".to_owned()])
         }
     }
 

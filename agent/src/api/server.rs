@@ -4,8 +4,8 @@
 
 use super::types::{
     AddRequest, AddResponse, AddressExplanation, ApiError, CheckRequest, CheckResponse, ConfirmRequest, DelRequest,
-    DelResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, IpReport,
-    IpamResponse, NodeReply, Status,
+    DelResponse, EndpointRequest, EndpointResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest,
+    GcResponse, Health, IpReport, IpamResponse, NodeReply, Status,
 };
 use crate::telemetry::metrics;
 use axum::Extension;
@@ -14,8 +14,9 @@ use axum::extract::{FromRequest, Path as UrlPath, Query, Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{get, post, put};
 use axum::{Json, Router};
+use cistern_core::cni::refusal::Refusal;
 use serde::{Deserialize, Serialize};
 use std::future::Future;
 use std::os::unix::fs::PermissionsExt;
@@ -35,29 +36,28 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// A refusal that may pass by itself.
-    pub fn retryable(status: u16, reason: &str, message: impl Into<String>) -> Self {
-        Self { status, error: ApiError { reason: reason.to_owned(), message: message.into(), retryable: true } }
+    /// A refusal.
+    pub fn new(refusal: Refusal, message: impl Into<String>) -> Self {
+        let reason = refusal.code().to_owned();
+        let error = ApiError { reason, message: message.into(), retryable: refusal.is_retryable() };
+        Self { status: refusal.status(), error }
     }
 
-    /// A refusal that stays until somebody acts.
-    pub fn permanent(status: u16, reason: &str, message: impl Into<String>) -> Self {
-        Self { status, error: ApiError { reason: reason.to_owned(), message: message.into(), retryable: false } }
+    /// A request that cannot be read.
+    fn unreadable(status: StatusCode, message: String) -> Self {
+        Self { status: status.as_u16(), ..Self::new(Refusal::BadRequest, message) }
     }
 }
 
-/// A refused call, for whoever counts the answer and tells of it.
+/// A refused call, for the log and the metrics.
 #[derive(Clone)]
 struct Refused(ApiError);
 
-/// Reasons of calls that wait for something which the agent already tells of as a wait, a condition or an event.
-const WAITING: [&str; 5] = ["waiting-for-pod-cidr", "held-back", "no-router", "router-not-set", "shutting-down"];
-
 impl Refused {
     /// A runtime repeats a call that waits every few seconds for every pod: only what is wrong is worth a warning.
-    fn tell(&self, verb: &str) {
+    fn log(&self, verb: &str) {
         let ApiError { reason, message: error, .. } = &self.0;
-        if WAITING.contains(&reason.as_str()) {
+        if self.0.refusal().is_some_and(Refusal::is_reported_elsewhere) {
             tracing::debug!(verb, reason, error, "call refused");
         } else {
             tracing::warn!(verb, reason, error, "call refused");
@@ -108,6 +108,11 @@ pub trait AgentApi: Send + Sync + 'static {
     fn allocate_ip(&self, ip: String, query: IpamQuery) -> impl Future<Output = Result<(), Failure>> + Send;
     /// `DELETE /v1/ipam/{ip}`
     fn release_ip(&self, ip: String, query: IpamQuery) -> impl Future<Output = Result<(), Failure>> + Send;
+    /// See [`EndpointRequest`].
+    fn create_endpoint(
+        &self,
+        request: EndpointRequest,
+    ) -> impl Future<Output = Result<EndpointResponse, Failure>> + Send;
     /// Every address that is not free.
     fn addresses(&self) -> impl Future<Output = Result<Vec<IpReport>, Failure>> + Send;
     /// See [`Health`].
@@ -142,7 +147,7 @@ where
             Ok(Json(body)) => Ok(Self(body)),
             Err(rejection) => {
                 let rejection: JsonRejection = rejection;
-                Err(Failure::permanent(rejection.status().as_u16(), "bad-request", rejection.body_text()))
+                Err(Failure::unreadable(rejection.status(), rejection.body_text()))
             }
         }
     }
@@ -151,8 +156,8 @@ where
 type Answer<T> = Result<Json<T>, Failure>;
 
 fn query(parsed: Result<Query<IpamQuery>, QueryRejection>, headers: &HeaderMap) -> Result<IpamQuery, Failure> {
-    let Query(mut query) = parsed
-        .map_err(|rejection| Failure::permanent(rejection.status().as_u16(), "bad-request", rejection.body_text()))?;
+    let Query(mut query) =
+        parsed.map_err(|rejection| Failure::unreadable(rejection.status(), rejection.body_text()))?;
     // Cilium's client sends this one as a header, its documentation shows a query parameter.
     if headers.get("expiration").is_some_and(|value| value.as_bytes() == b"true") {
         query.expiration = true;
@@ -167,7 +172,7 @@ async fn observe(request: Request, next: Next) -> Response {
     let begun = Instant::now();
     let response = next.run(request).await;
     let refused = response.extensions().get::<Refused>();
-    refused.into_iter().for_each(|refused| refused.tell(&verb));
+    refused.into_iter().for_each(|refused| refused.log(&verb));
     let result = refused.map_or("ok", |Refused(error)| error.reason.as_str());
     metrics::cni_request(&verb, result, begun.elapsed());
     response
@@ -240,6 +245,23 @@ pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
             ),
         )
         .route(
+            "/v1/endpoint/{id}",
+            put(async |State(api): State<Arc<A>>, body: Result<Body<EndpointRequest>, Failure>| {
+                let answer = match body {
+                    Ok(Body(body)) => api.create_endpoint(body).await,
+                    Err(failure) => Err(failure),
+                };
+                match answer {
+                    Ok(body) => (StatusCode::CREATED, Json(body)).into_response(),
+                    // A string, too (`ipam` 5.2).
+                    Err(Failure { status, error }) => {
+                        let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+                        (status, Json(error.message)).into_response()
+                    }
+                }
+            }),
+        )
+        .route(
             "/v1/ip",
             get(async |State(api): State<Arc<A>>| -> Answer<Vec<IpReport>> { api.addresses().await.map(Json) }),
         )
@@ -277,7 +299,7 @@ pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
                 api.explain_masquerade(body).await.map(Json)
             }),
         )
-        .fallback(async || Failure::permanent(404, "no-such-path", "no such path in the agent API"))
+        .fallback(async || Failure::new(Refusal::NoSuchPath, "no such path in the agent API"))
         .with_state(api)
 }
 
@@ -341,8 +363,8 @@ mod tests {
         }
     }
 
-    /// The level of the line that tells of a refusal.
-    fn level(reason: &str) -> String {
+    /// The level that a refusal is logged at.
+    fn level(refusal: Refusal) -> String {
         let lines = Lines::default();
         let writer = lines.clone();
         let subscriber = tracing_subscriber::fmt()
@@ -351,8 +373,8 @@ mod tests {
             .with_ansi(false)
             .with_writer(move || writer.clone())
             .finish();
-        let Failure { error, .. } = Failure::retryable(503, reason, "no");
-        tracing::subscriber::with_default(subscriber, || Refused(error).tell("add"));
+        let Failure { error, .. } = Failure::new(refusal, "no");
+        tracing::subscriber::with_default(subscriber, || Refused(error).log("add"));
         let lines = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
         assert_eq!(lines.lines().count(), 1, "{lines}");
         lines.split_whitespace().next().unwrap_or_default().to_owned()
@@ -361,11 +383,11 @@ mod tests {
     // case: ipam P4
     #[test]
     fn what_waits_is_told_at_debug_level_and_what_is_wrong_as_a_warning() {
-        for reason in WAITING {
-            assert_eq!(level(reason), "DEBUG", "{reason}");
-        }
-        for reason in ["pool-exhausted", "overtaken-by-del", "not-durable", "datapath", "refused", "in-use"] {
-            assert_eq!(level(reason), "WARN", "{reason}");
+        use Refusal::{HeldBack, NoRouter, RouterNotSet, ShuttingDown, WaitingForPodCidr};
+        let waiting = [WaitingForPodCidr, HeldBack, NoRouter, RouterNotSet, ShuttingDown];
+        for refusal in Refusal::ALL {
+            let expected = if waiting.contains(&refusal) { "DEBUG" } else { "WARN" };
+            assert_eq!(level(refusal), expected, "{refusal}");
         }
     }
 }

@@ -1,5 +1,10 @@
 //! Requests and answers of the agent API.
+//!
+//! Plugin, CLI and agent of a node may be of different builds: the plugin is replaced while an agent runs. So fields are only ever
+//! added; a reader ignores those that it does not know and has a default for those that are absent. The tests below hold the bodies
+//! of the first release.
 
+use cistern_core::cni::refusal::Refusal;
 pub use cistern_core::ipam::explain::{AddressExplanation, NodeExplanation};
 pub use cistern_core::ipam::lease::{Attachment, Behind, Interface};
 pub use cistern_core::moment::Moment;
@@ -12,12 +17,22 @@ pub const SOCKET_PATH: &str = "/run/cistern/cistern.sock";
 /// The body of every answer that is not 2xx.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ApiError {
-    /// A fixed word for programs, such as `pool-exhausted`.
+    /// [`Refusal::code`], such as `pool-exhausted`.
     pub reason: String,
-    /// For people: what was tried on what, what was expected, what is still in force.
+    /// Human-readable: what was tried on what, what was expected, what is still in force.
+    #[serde(default)]
     pub message: String,
-    /// Whether the same call may succeed later without anybody changing a setting.
+    /// Whether the same call may succeed later without a change of the configuration.
+    #[serde(default)]
     pub retryable: bool,
+}
+
+impl ApiError {
+    /// The refusal; none for one that this build does not know.
+    #[must_use]
+    pub fn refusal(&self) -> Option<Refusal> {
+        Refusal::from_code(&self.reason)
+    }
 }
 
 /// The pod behind a CNI call, from `CNI_ARGS`.
@@ -55,16 +70,73 @@ pub struct AddRequest {
 /// Answer to [`AddRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AddResponse {
-    /// The pod's address. On our own interfaces it is used as /32.
-    pub address: Ipv4Addr,
-    /// Length of the pod CIDR that it is from; 32 when that is not the node's any more.
+    /// The pod's addresses, one for each family that the node serves. Agents of the first release leave it out.
+    #[serde(default)]
+    pub addresses: Vec<LeasedAddress>,
+    /// The IPv4 address, for plugins of the first release.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<Ipv4Addr>,
+    /// Its `prefix_len`, for the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefix_len: Option<u8>,
+    /// Its `router`, for the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub router: Option<Ipv4Addr>,
+    /// MTU of the pod's interface, in bytes.
+    #[serde(default = "default_mtu")]
+    pub mtu: u32,
+    /// Names this lease among all that the same address had before; to be presented in [`ConfirmRequest`].
+    pub generation: u64,
+}
+
+/// An address of a lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeasedAddress {
+    /// The address. On our own interfaces it is used alone, without a prefix.
+    pub address: IpAddr,
+    /// Length of the pod CIDR that it is from; that of the address alone when the node does not serve that pod CIDR any more.
     pub prefix_len: u8,
     /// The router address of the node: the pod's gateway.
-    pub router: Ipv4Addr,
-    /// MTU of the pod's interface, in bytes.
-    pub mtu: u32,
-    /// Names this lease among all that the same address had before; to be given back in [`ConfirmRequest`].
-    pub generation: u64,
+    pub router: IpAddr,
+}
+
+/// MTU of a link whose MTU nobody named: that of Ethernet.
+pub const DEFAULT_MTU: u32 = 1_500;
+
+fn default_mtu() -> u32 {
+    DEFAULT_MTU
+}
+
+impl AddResponse {
+    /// The answer for a lease.
+    #[must_use]
+    pub fn new(addresses: Vec<LeasedAddress>, mtu: u32, generation: u64) -> Self {
+        let ipv4 = addresses.iter().find_map(|leased| match (leased.address, leased.router) {
+            (IpAddr::V4(address), IpAddr::V4(router)) => Some((address, leased.prefix_len, router)),
+            _ => None,
+        });
+        Self {
+            address: ipv4.map(|(address, _, _)| address),
+            prefix_len: ipv4.map(|(_, prefix_len, _)| prefix_len),
+            router: ipv4.map(|(_, _, router)| router),
+            addresses,
+            mtu,
+            generation,
+        }
+    }
+
+    /// The addresses, whichever release the agent is of.
+    #[must_use]
+    pub fn leased(&self) -> Vec<LeasedAddress> {
+        match (self.address, self.router) {
+            (Some(address), Some(router)) if self.addresses.is_empty() => vec![LeasedAddress {
+                address: address.into(),
+                prefix_len: self.prefix_len.unwrap_or(32),
+                router: router.into(),
+            }],
+            _ => self.addresses.clone(),
+        }
+    }
 }
 
 /// `POST /v1/cni/confirm`: the interface exists, or another plugin is about to make it. The lease is no longer provisional and the datapath knows the pod
@@ -99,23 +171,29 @@ pub struct DelRequest {
 /// Answer to [`DelRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DelResponse {
-    /// The address that was given back, if the key held one.
+    /// The address that was released, if the key held one.
+    #[serde(default)]
     pub released: Option<Ipv4Addr>,
 }
 
-/// `POST /v1/cni/gc`: ends every lease of a network that is not in the list.
+/// `POST /v1/cni/gc`: ends every lease of a network that is not in the list. With an empty list it ends those whose network
+/// namespace is gone: nothing else tells a node without pods from a runtime that has lost its state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GcRequest {
     /// `name` of the configuration.
     pub network: String,
     /// What is still attached, by the runtime's word.
     pub valid: Vec<Attachment>,
+    /// When the plugin began: a lease that an ADD which began later asked for stays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub began: Option<Moment>,
 }
 
 /// Answer to [`GcRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GcResponse {
     /// What was ended.
+    #[serde(default)]
     pub released: Vec<Attachment>,
 }
 
@@ -135,7 +213,8 @@ pub struct CheckResponse {
     pub address: Ipv4Addr,
     /// The router address of the node.
     pub router: Ipv4Addr,
-    /// What the address is behind; none while that is not confirmed.
+    /// How the pod is attached; none while that is not confirmed.
+    #[serde(default)]
     pub interface: Option<Behind>,
 }
 
@@ -145,7 +224,19 @@ pub struct Health {
     /// Whether pods can be served now.
     pub ready: bool,
     /// Why not; empty when ready.
+    #[serde(default)]
     pub reasons: Vec<String>,
+    /// It is not ready and has not been since it started.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub starting: bool,
+}
+
+impl Health {
+    /// Ready, unless there are reasons not to be.
+    #[must_use]
+    pub fn new(reasons: Vec<String>) -> Self {
+        Self { ready: reasons.is_empty(), reasons, starting: false }
+    }
 }
 
 /// `GET /v1/status`.
@@ -428,7 +519,168 @@ pub struct IpamAddress {
     pub gateway: Ipv4Addr,
     /// CIDRs that are reached without masquerading.
     pub cidrs: Vec<String>,
-    /// To be presented when the endpoint is created; absent when no expiration was asked for.
+    /// To be presented by [`EndpointRequest`]; absent when no expiration was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expiration_uuid: Option<String>,
+}
+
+/// `PUT /v1/endpoint/{id}` (`ipam` 5.2): the client that allocated addresses by `POST /v1/ipam` has created its endpoint, and presents
+/// the UUIDs of their timers, so that the addresses stay. Cilium's other fields are ignored: endpoints of Cistern are created by its
+/// CNI plugin.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct EndpointRequest {
+    /// The addresses.
+    #[serde(default)]
+    pub addressing: Option<EndpointAddressing>,
+}
+
+/// Addresses of an endpoint, with the UUIDs of their timers.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct EndpointAddressing {
+    /// IPv4 address.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub ipv4: String,
+    /// Its pool; empty for the default one.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub ipv4_pool_name: String,
+    /// UUID of its timer.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub ipv4_expiration_uuid: String,
+    /// IPv6 address.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub ipv6: String,
+    /// Its pool; empty for the default one.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub ipv6_pool_name: String,
+    /// UUID of its timer.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub ipv6_expiration_uuid: String,
+}
+
+impl EndpointAddressing {
+    /// Address, pool and UUID of each timer that is to be stopped.
+    pub fn presented(&self) -> impl Iterator<Item = (&str, &str, &str)> {
+        let ipv4 = (&self.ipv4, &self.ipv4_pool_name, &self.ipv4_expiration_uuid);
+        let ipv6 = (&self.ipv6, &self.ipv6_pool_name, &self.ipv6_expiration_uuid);
+        [ipv4, ipv6]
+            .into_iter()
+            .filter(|(address, _, uuid)| !address.is_empty() && !uuid.is_empty())
+            .map(|(address, pool, uuid)| (address.as_str(), pool.as_str(), uuid.as_str()))
+    }
+}
+
+/// Answer to [`EndpointRequest`]: what Cilium's clients read of the endpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct EndpointResponse {
+    /// The state of the endpoint.
+    #[serde(default)]
+    pub status: EndpointStatus,
+}
+
+/// State of an endpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct EndpointStatus {
+    /// Its network.
+    #[serde(default)]
+    pub networking: EndpointNetworking,
+}
+
+/// Network of an endpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct EndpointNetworking {
+    /// Its addresses.
+    #[serde(default)]
+    pub addressing: Vec<EndpointAddressing>,
+}
+
+impl EndpointResponse {
+    /// The answer for these addresses, whose timers are stopped.
+    #[must_use]
+    pub fn of(addressing: EndpointAddressing) -> Self {
+        let stopped = EndpointAddressing {
+            ipv4_expiration_uuid: String::new(),
+            ipv6_expiration_uuid: String::new(),
+            ..addressing
+        };
+        Self { status: EndpointStatus { networking: EndpointNetworking { addressing: vec![stopped] } } }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde::de::DeserializeOwned;
+    use serde_json::{Value, json};
+
+    const ADD: &str = r#"{"container_id":"c1","ifname":"eth0","netns":"/run/netns/c1","network":"cistern","pod":{"namespace":"shop","name":"cart-0","uid":"u-1"},"began":{"boot":"b-1","uptime_ns":5}}"#;
+    const ADDED: &str = r#"{"address":"10.244.1.5","prefix_len":24,"router":"10.244.1.1","mtu":1400,"generation":7}"#;
+    const CONFIRM: &str = r#"{"container_id":"c1","ifname":"eth0","generation":7,"interface":{"host_ifname":"cst1","host_ifindex":9,"mac":"0e:00:00:00:00:01"},"began":{"boot":"b-1","uptime_ns":5}}"#;
+    const CONFIRM_IPAM: &str =
+        r#"{"container_id":"c1","ifname":"eth0","generation":7,"interface":{"plugin":"bridge","routed":true}}"#;
+    const DEL: &str = r#"{"container_id":"c1","ifname":"eth0","began":{"boot":"b-1","uptime_ns":5}}"#;
+    const DELETED: &str = r#"{"released":"10.244.1.5"}"#;
+    const GC: &str = r#"{"network":"cistern","valid":[{"container_id":"c1","ifname":"eth0"}]}"#;
+    const COLLECTED: &str = r#"{"released":[{"container_id":"c1","ifname":"eth0"}]}"#;
+    const CHECK: &str = r#"{"container_id":"c1","ifname":"eth0"}"#;
+    const CHECKED: &str = r#"{"address":"10.244.1.5","router":"10.244.1.1","interface":{"host_ifname":"cst1","host_ifindex":9,"mac":"0e:00:00:00:00:01"}}"#;
+    const HEALTH: &str = r#"{"ready":false,"reasons":["no pod CIDR yet"]}"#;
+    const REFUSED: &str = r#"{"reason":"pool-exhausted","message":"pool default is exhausted","retryable":true}"#;
+
+    /// A body of the first release is understood, with fields of a later one as well; what is written for it has all that it had.
+    fn holds<T: Serialize + DeserializeOwned>(recorded: &str) -> T {
+        let recorded: Value = serde_json::from_str(recorded).unwrap();
+        let read: T = serde_json::from_value(recorded.clone()).unwrap();
+        let mut later = recorded.clone();
+        later["of-a-later-release"] = json!({"more": [1]});
+        let read_later: T = serde_json::from_value(later).unwrap();
+        let written = serde_json::to_value(&read).unwrap();
+        assert_eq!(serde_json::to_value(&read_later).unwrap(), written);
+        for (field, value) in recorded.as_object().unwrap() {
+            assert_eq!(written.get(field), Some(value), "{field} of {recorded}");
+        }
+        read
+    }
+
+    #[test]
+    fn bodies_of_the_first_release_are_read_and_written_still() {
+        holds::<AddRequest>(ADD);
+        holds::<ConfirmRequest>(CONFIRM);
+        holds::<ConfirmRequest>(CONFIRM_IPAM);
+        holds::<DelRequest>(DEL);
+        holds::<DelResponse>(DELETED);
+        holds::<GcRequest>(GC);
+        holds::<GcResponse>(COLLECTED);
+        holds::<CheckRequest>(CHECK);
+        holds::<CheckResponse>(CHECKED);
+        assert!(!holds::<Health>(HEALTH).starting);
+        assert_eq!(holds::<ApiError>(REFUSED).refusal(), Some(Refusal::PoolExhausted));
+        let leased = LeasedAddress {
+            address: "10.244.1.5".parse().unwrap(),
+            prefix_len: 24,
+            router: "10.244.1.1".parse().unwrap(),
+        };
+        assert_eq!(holds::<AddResponse>(ADDED).leased(), [leased]);
+        // An agent of this build, to a plugin of the first release.
+        let answer = serde_json::to_value(AddResponse::new(vec![leased], 1400, 7)).unwrap();
+        for (field, value) in serde_json::from_str::<Value>(ADDED).unwrap().as_object().unwrap() {
+            assert_eq!(answer.get(field), Some(value), "{field}");
+        }
+    }
+
+    #[test]
+    fn an_answer_of_a_later_release_is_read_as_far_as_this_one_knows_it() {
+        let dual = json!({
+            "addresses": [
+                {"address": "fd00::5", "prefix_len": 64, "router": "fd00::1"},
+                {"address": "10.244.1.5", "prefix_len": 24, "router": "10.244.1.1", "pool": "gold"},
+            ],
+            "generation": 7,
+        });
+        let answer: AddResponse = serde_json::from_value(dual).unwrap();
+        assert_eq!((answer.leased().len(), answer.mtu), (2, DEFAULT_MTU));
+        let refused: ApiError = serde_json::from_str(r#"{"reason":"of-a-later-release"}"#).unwrap();
+        assert_eq!((refused.refusal(), refused.retryable), (None, false));
+        assert_eq!(serde_json::from_str::<DelResponse>("{}").unwrap(), DelResponse { released: None });
+    }
 }

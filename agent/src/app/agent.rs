@@ -1,23 +1,21 @@
 //! `cistern agent`: the process around the agent's role.
 
-use super::agent_api::{Answers, told_back};
 use super::agent_role::{self, Agent, Shared};
 use super::network_configuration::NetworkConfiguration;
 use super::operator_role::Operator;
 use super::remembered::{self, unreadable};
-use super::{Refused, host, kernel, operator, signals, uninstall};
+use super::served::ServedMarker;
+use super::{Refused, deletions, host, kernel, operator, signals, uninstall};
 use crate::api::server;
 use crate::blocking::Ports;
 use crate::clock::{self, Clock};
-use crate::cni::deletion_queue::{self, DeletionQueue, QueuedDel};
 use crate::leases::{Endpoints, LeaseStore};
 use crate::state::{BootMarker, LeaseFiles, StateDir};
 use anyhow::Context;
-use cistern_core::ipam::lease::{Attachment, Change, RecordTimes};
+use cistern_core::ipam::lease::{Change, RecordTimes};
 use cistern_core::settings::{IpamMode, Settings};
 use jiff::Timestamp;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
 use std::time::Duration;
 
 /// Runs until told to stop.
@@ -69,6 +67,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         None
     };
     let (configuration, waits) = (NetworkConfiguration::of(&settings), shared.waits.clone());
+    let (served, findings) = (ServedMarker::new(marker.clone()), shared.findings.clone());
     let role = cancel.child_token();
     let running = agent_role::start(
         Agent {
@@ -89,6 +88,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
             maps,
             operator,
             listener: Some(listener),
+            served: served.clone(),
             shared,
         },
         &role,
@@ -99,8 +99,8 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         role.cancel();
         request
     });
-    let replay = tokio::spawn(replay_deletions(running.answers.endpoints.clone()));
-    let served = tokio::spawn(mark_served(marker.served(), running.answers.clone()));
+    let replay = tokio::spawn(deletions::replay(running.answers.endpoints.clone(), findings));
+    let served = tokio::spawn(served.keep(running.answers.node.clone()));
     let marked = tokio::spawn(mark_boot(marker, began, running.answers.endpoints.clone()));
     let configured = configuration.map(|conf| tokio::spawn(conf.keep(running.answers.clone(), waits)));
     let outcome = running.join().await.context("the agent ends; pods go on with what is in the kernel");
@@ -152,80 +152,6 @@ async fn mark_boot(marker: BootMarker, began: Timestamp, endpoints: Endpoints) {
 }
 
 const MARK_RETRY: Duration = Duration::from_secs(1);
-
-/// A file beside the socket whose age tells `cistern-cni STATUS` how long ago this node could serve.
-async fn mark_served(path: PathBuf, answers: Arc<Answers>) {
-    loop {
-        if answers.node.health().ready
-            && let Err(error) = std::fs::File::create(&path)
-        {
-            tracing::warn!(path = %path.display(), %error, "cannot say that this node serves");
-        }
-        tokio::time::sleep(MARK_SERVED).await;
-    }
-}
-
-const MARK_SERVED: Duration = Duration::from_secs(10);
-
-/// A DEL that cannot be carried out now is tried again after this long.
-const REPLAY_RETRY: Duration = Duration::from_secs(5);
-
-/// A plugin that gave up waiting for a slow agent queues its DEL too, so the queue is read as long as the agent runs.
-const REPLAY_INTERVAL: Duration = Duration::from_secs(60);
-
-/// Carries out the DELs that came while no agent answered, in their order.
-async fn replay_deletions(endpoints: Endpoints) {
-    let directory = Path::new(deletion_queue::QUEUE_DIR);
-    loop {
-        let pause = match replay_once(directory, &endpoints).await {
-            Ok(replayed) => {
-                if replayed > 0 {
-                    tracing::info!(replayed, "DELs that waited were carried out, or had nothing left to end");
-                }
-                REPLAY_INTERVAL
-            }
-            Err(error) => {
-                tracing::error!(error = format!("{error:#}"), "DELs from the time without agent wait");
-                REPLAY_RETRY
-            }
-        };
-        tokio::time::sleep(pause).await;
-    }
-}
-
-/// Carries out the DELs that wait in `directory`, and answers how many there were. To be called when the socket is
-/// served: a plugin that finds no agent writes under the lock that this waits for.
-///
-/// # Errors
-/// When one cannot be carried out; it stays, with those behind it.
-pub async fn replay_once(directory: &Path, endpoints: &Endpoints) -> anyhow::Result<usize> {
-    if !directory.exists() {
-        return Ok(0);
-    }
-    let path = directory.to_owned();
-    let queue = tokio::task::spawn_blocking(move || DeletionQueue::open_exclusive(&path)).await??;
-    let (dels, unreadable) = queue.list()?;
-    for path in unreadable {
-        tracing::error!(path = %path.display(), "a queued DEL cannot be read and stays; its address is found by GC");
-    }
-    let replayed = dels.len();
-    for del in dels {
-        let attachment = Attachment { container_id: del.container_id.clone(), ifname: del.ifname.clone() };
-        match endpoints.del(attachment, del.began.clone()).await? {
-            Some(lease) => told_back(&lease, "address given back: its DEL came while no agent answered"),
-            None => {
-                let QueuedDel { container_id, ifname, .. } = &del;
-                tracing::info!(
-                    container_id,
-                    ifname,
-                    "a DEL that came while no agent answered finds no lease of its time"
-                );
-            }
-        }
-        queue.remove(&del)?;
-    }
-    Ok(replayed)
-}
 
 /// `architecture` decision 12: a pool over the node's own network cuts the node off (`ipam` 7.1, report 5).
 fn refuse_overlaps(settings: &Settings) -> anyhow::Result<()> {

@@ -2,17 +2,22 @@
 
 use super::metrics;
 use super::node_status::NodeStatus;
+use super::served::ServedMarker;
 use crate::api::server::{AgentApi, Failure, IpamQuery};
 use crate::api::types::{
     AddRequest, AddResponse, AddressExplanation, AddressPair, CheckRequest, CheckResponse, ConfirmRequest, DelRequest,
-    DelResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse, Health, HostAddressing,
-    HostFamily, IpReport, IpamAddress, IpamResponse, NodeReply, Status,
+    DelResponse, EndpointRequest, EndpointResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest,
+    GcResponse, Health, HostAddressing, HostFamily, IpReport, IpamAddress, IpamResponse, LeasedAddress, NodeReply,
+    Status,
 };
 use crate::clock::{self, Clock};
 use crate::leases::{self, EndpointError, Endpoints};
 use crate::tables::notices::{Notices, Reason};
 use crate::telemetry::metrics::{cni_add, render};
-use cistern_core::ipam::lease::{self, AddError, Attachment, ConfirmError, LeaseState, OwnerError, RowState};
+use cistern_core::cni::refusal::Refusal;
+use cistern_core::ipam::lease::{
+    self, AddError, Attachment, ConfirmError, DEFAULT_POOL, LeaseState, OwnerError, RowState,
+};
 use cistern_core::ipam::node::pod_cidr::AddressError;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -25,6 +30,8 @@ pub struct Answers {
     pub node: NodeStatus,
     /// Gets what people should find as events.
     pub notices: Notices,
+    /// Says to CNI STATUS that this node serves.
+    pub served: ServedMarker,
     /// Time.
     pub clock: Clock,
 }
@@ -41,61 +48,56 @@ impl Answers {
     }
 }
 
-/// Which HTTP status and word a refusal gets, and whether trying again can help.
+#[expect(clippy::needless_pass_by_value, reason = "it is what `map_err` is given")]
 fn failure(error: EndpointError) -> Failure {
-    let message = error.to_string();
+    Failure::new(refusal(&error), error.to_string())
+}
+
+fn refusal(error: &EndpointError) -> Refusal {
     match error {
-        EndpointError::Add(add) => match add {
-            AddError::Overtaken { .. } => Failure::permanent(409, add.reason(), message),
-            _ => Failure::retryable(503, add.reason(), message),
-        },
-        EndpointError::Confirm(ConfirmError::NoLease { .. }) => Failure::permanent(404, "no-lease", message),
-        EndpointError::Confirm(ConfirmError::OtherGeneration { .. }) => {
-            Failure::permanent(409, "other-generation", message)
-        }
-        EndpointError::Owner(OwnerError::Add(add)) => Failure::retryable(503, add.reason(), message),
-        EndpointError::Owner(OwnerError::InUse { .. }) => Failure::permanent(500, "in-use", message),
-        EndpointError::Owner(OwnerError::NotAllocated { .. }) => Failure::permanent(404, "not-allocated", message),
-        EndpointError::Owner(OwnerError::UnknownPool { .. }) => Failure::permanent(400, "unknown-pool", message),
+        EndpointError::Add(add) | EndpointError::Owner(OwnerError::Add(add)) => add.refusal(),
+        EndpointError::Confirm(ConfirmError::NoLease { .. }) => Refusal::NoLease,
+        EndpointError::Confirm(ConfirmError::OtherGeneration { .. }) => Refusal::OtherGeneration,
+        EndpointError::Owner(OwnerError::InUse { .. }) => Refusal::InUse,
+        EndpointError::Owner(OwnerError::NotAllocated { .. }) => Refusal::NotAllocated,
+        EndpointError::Owner(OwnerError::UnknownPool { .. }) => Refusal::UnknownPool,
+        EndpointError::Owner(OwnerError::NoTimer { .. }) => Refusal::NoTimer,
+        EndpointError::Owner(OwnerError::OtherTimer { .. }) => Refusal::OtherTimer,
         EndpointError::Owner(OwnerError::Address(address)) => match address {
-            AddressError::AlreadyAllocated { .. } | AddressError::Excluded { .. } => {
-                Failure::permanent(409, "already-allocated", message)
-            }
-            AddressError::OutOfRange { .. } => Failure::permanent(400, "out-of-range", message),
-            AddressError::FamilyDisabled { .. } => Failure::permanent(501, "family-disabled", message),
-            _ => Failure::retryable(503, "not-free", message),
+            AddressError::AlreadyAllocated { .. } | AddressError::Excluded { .. } => Refusal::AlreadyAllocated,
+            AddressError::OutOfRange { .. } => Refusal::OutOfRange,
+            AddressError::FamilyDisabled { .. } => Refusal::FamilyDisabled,
+            _ => Refusal::NotFree,
         },
-        EndpointError::Owner(_) => Failure::permanent(500, "refused", message),
-        EndpointError::NotDurable { .. } => Failure::retryable(507, "not-durable", message),
-        EndpointError::Datapath { .. } => Failure::retryable(500, "datapath", message),
-        EndpointError::ShuttingDown => Failure::retryable(503, "shutting-down", message),
+        EndpointError::NotDurable { .. } => Refusal::NotDurable,
+        EndpointError::Datapath { .. } => Refusal::Datapath,
+        EndpointError::ShuttingDown => Refusal::ShuttingDown,
     }
 }
 
 fn attachment(container_id: String, ifname: String) -> Result<Attachment, Failure> {
     for (field, value) in [("container_id", &container_id), ("ifname", &ifname)] {
         if value.is_empty() {
-            return Err(Failure::permanent(400, "bad-request", format!("{field} is empty; expected a name")));
+            return Err(Failure::new(Refusal::BadRequest, format!("{field} is empty; expected a name")));
         }
     }
     Ok(Attachment { container_id, ifname })
 }
 
 fn parse_ip(text: &str) -> Result<IpAddr, Failure> {
-    text.parse().map_err(|_| {
-        Failure::permanent(400, "invalid-ip", format!("{text:?} is not an IP address; nothing was changed"))
-    })
+    text.parse()
+        .map_err(|_| Failure::new(Refusal::InvalidIp, format!("{text:?} is not an IP address; nothing was changed")))
 }
 
 /// `ipam` 2.1.2: the pool is compulsory where an address is named.
 fn required_pool(query: &IpamQuery) -> Result<String, Failure> {
     if query.pool.is_empty() {
-        return Err(Failure::permanent(400, "pool-required", "pool is empty; expected the name of the address's pool"));
+        return Err(Failure::new(Refusal::PoolRequired, "pool is empty; expected the name of the address's pool"));
     }
     Ok(query.pool.clone())
 }
 
-pub(super) fn told_back(lease: &lease::PodLease, message: &str) {
+pub(super) fn log_release(lease: &lease::PodLease, message: &str) {
     let Attachment { container_id, ifname } = &lease.attachment;
     let pod = lease.pod.as_ref().map(tracing::field::display);
     let address = lease.addresses.ipv4.as_ref().map(tracing::field::display);
@@ -103,7 +105,7 @@ pub(super) fn told_back(lease: &lease::PodLease, message: &str) {
 }
 
 fn no_ipv4() -> Failure {
-    Failure::permanent(500, "no-ipv4", "the lease holds no IPv4 address, and this node serves IPv4 only")
+    Failure::new(Refusal::NoIpv4, "the lease holds no IPv4 address, and this node serves IPv4 only")
 }
 
 impl AgentApi for Answers {
@@ -131,19 +133,19 @@ impl AgentApi for Answers {
         if !self.node.router_is_set().await {
             let reason =
                 format!("the router address of {address} is not on this node yet; the address stays with the pod");
-            return Err(Failure::retryable(503, "router-not-set", reason));
+            return Err(Failure::new(Refusal::RouterNotSet, reason));
         }
         let Attachment { container_id, ifname } = &granted.lease.attachment;
         let pod = granted.lease.pod.as_ref().map(tracing::field::display);
         tracing::info!(container_id, ifname, pod, %address, "address given");
         let pod_cidr = self.node.pod_cidr().filter(|pod_cidr| pod_cidr.contains(&address));
-        Ok(AddResponse {
-            address,
+        self.served.mark_first().await;
+        let leased = LeasedAddress {
+            address: address.into(),
             prefix_len: pod_cidr.map_or(32, |pod_cidr| pod_cidr.prefix_len()),
-            router: granted.router.ipv4.ok_or_else(no_ipv4)?,
-            mtu: self.node.pod_mtu(),
-            generation: granted.lease.generation,
-        })
+            router: granted.router.ipv4.ok_or_else(no_ipv4)?.into(),
+        };
+        Ok(AddResponse::new(vec![leased], self.node.pod_mtu(), granted.lease.generation))
     }
 
     async fn confirm(&self, request: ConfirmRequest) -> Result<(), Failure> {
@@ -162,7 +164,7 @@ impl AgentApi for Answers {
             .await
             .map_err(failure)?;
         if let Some(lease) = &lease {
-            told_back(lease, "address given back");
+            log_release(lease, "address given back");
         }
         Ok(DelResponse { released: lease.and_then(|lease| lease.addresses.ipv4) })
     }
@@ -170,9 +172,8 @@ impl AgentApi for Answers {
     async fn check(&self, request: CheckRequest) -> Result<CheckResponse, Failure> {
         let attachment = attachment(request.container_id, request.ifname)?;
         let held = self.endpoints.check(attachment.clone()).await.map_err(failure)?;
-        let (lease, router) = held.ok_or_else(|| {
-            Failure::permanent(404, "no-lease", format!("{attachment} holds no address on this node"))
-        })?;
+        let (lease, router) =
+            held.ok_or_else(|| Failure::new(Refusal::NoLease, format!("{attachment} holds no address on this node")))?;
         let interface = match lease.state {
             LeaseState::Confirmed { interface, .. } => Some(interface),
             LeaseState::Provisional { .. } => None,
@@ -189,16 +190,17 @@ impl AgentApi for Answers {
         for known in request.valid {
             valid.insert(attachment(known.container_id, known.ifname)?);
         }
-        let ended = self.endpoints.collect(request.network, valid).await.map_err(failure)?;
+        let request = lease::CollectRequest { network: request.network, valid, began: request.began };
+        let ended = self.endpoints.collect(request).await.map_err(failure)?;
         for lease in &ended {
-            told_back(lease, "address given back: the runtime no longer knows its holder");
+            log_release(lease, "address given back: the runtime no longer knows its holder");
         }
         let released = ended.into_iter().map(|lease| lease.attachment).collect();
         Ok(GcResponse { released })
     }
 
     async fn allocate(&self, query: IpamQuery) -> Result<IpamResponse, Failure> {
-        let family = leases::family(&query.family).map_err(|text| Failure::permanent(400, "bad-family", text))?;
+        let family = leases::family(&query.family).map_err(|text| Failure::new(Refusal::BadFamily, text))?;
         let expiration = query.expiration.then(|| leases::expiration_ids(&mut rand::random));
         let request = lease::OwnerRequest {
             family,
@@ -239,19 +241,44 @@ impl AgentApi for Answers {
         self.endpoints.release(ip, pool).await.map(|_| ()).map_err(failure)
     }
 
+    /// The timers of the addresses that the endpoint presents; another UUID, or none that runs, ends the call.
+    async fn create_endpoint(&self, request: EndpointRequest) -> Result<EndpointResponse, Failure> {
+        let addressing = request.addressing.unwrap_or_default();
+        let presented: Vec<_> = addressing.presented().collect();
+        if presented.is_empty() {
+            let message = "addressing: no address with its expiration UUID; expected ipv4 and ipv4-expiration-uuid of an \
+                           address of POST /v1/ipam: endpoints are created by the CNI plugin alone";
+            return Err(Failure::new(Refusal::BadRequest, message));
+        }
+        for (address, pool, uuid) in presented {
+            let pool = if pool.is_empty() { DEFAULT_POOL } else { pool };
+            let stopped = self.endpoints.stop_expiration(parse_ip(address)?, pool.to_owned(), uuid.to_owned()).await;
+            stopped.map_err(failure)?;
+        }
+        Ok(EndpointResponse::of(addressing))
+    }
+
     async fn addresses(&self) -> Result<Vec<IpReport>, Failure> {
         let view = self.endpoints.view().await.map_err(failure)?;
         Ok(view.rows.into_iter().filter_map(ip_report).collect())
     }
 
+    /// A node that is ready counts as having served before the answer leaves: the agent may be killed right after it.
     async fn health(&self) -> Health {
-        self.node.health()
+        let mut health = self.node.health();
+        if health.ready {
+            self.served.mark_first().await;
+        }
+        health.starting = !health.ready && !self.served.is_marked();
+        health
     }
 
     async fn status(&self) -> Status {
         // An owner of leases that is ending has nothing to tell; the rest of the status still has.
         let view = self.endpoints.view().await.unwrap_or_default();
-        self.node.status(&view)
+        let mut status = self.node.status(&view);
+        status.health.starting = !status.health.ready && !self.served.is_marked();
+        status
     }
 
     async fn map(&self, name: String) -> Result<serde_json::Value, Failure> {

@@ -5,6 +5,7 @@ use super::condition;
 use super::node_status::{MapRows, NodeStatus, ROUTER_ADDRESS};
 use super::operator_role::{self, Operator, until};
 use super::remembered;
+use super::served::ServedMarker;
 use super::supervisor::Supervisor;
 use super::targets::{Target, Targets};
 use crate::api::{http, server};
@@ -68,6 +69,8 @@ pub struct Agent {
     pub operator: Option<Operator>,
     /// Where the API is served; none when the caller asks [`Running::answers`] directly, and no probes are served either.
     pub listener: Option<UnixListener>,
+    /// Says to CNI STATUS that this node serves.
+    pub served: ServedMarker,
     /// The state of everything, shared with the operator's duties.
     pub shared: Shared,
 }
@@ -336,6 +339,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let answers = Arc::new(Answers {
         endpoints: ask,
         notices,
+        served: agent.served,
         clock,
         node: NodeStatus {
             build: agent.build,

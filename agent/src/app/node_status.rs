@@ -13,6 +13,7 @@ use crate::reconciler::TargetStatus;
 use crate::tables::Reader;
 use crate::tables::findings::{FindingKey, FindingRow};
 use crate::tables::rows::{CiliumNodeRow, MasqueradeRow, NetworkRow, PeerRow, PoolRow, Wait};
+use cistern_core::cni::refusal::Refusal;
 use cistern_core::ipam::explain::{self, NodeFacts};
 use cistern_core::masquerade::decide::{Content, Direction, Exclusion, Node, Packet, TcpFlags, Verdict};
 use cistern_core::masquerade::plan::{DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
@@ -183,7 +184,7 @@ impl NodeStatus {
             }
         }
         reasons.extend(self.masquerade.peek().rows.get(&()).and_then(|row| row.not_ready.clone()));
-        Health { ready: reasons.is_empty(), reasons }
+        Health::new(reasons)
     }
 
     /// Waits a moment for the router address to be on this node, and tells whether it is.
@@ -363,7 +364,7 @@ impl NodeStatus {
     /// When there is no such map, no datapath, or the kernel does not let it be read.
     pub fn map(&self, name: &str) -> Result<serde_json::Value, Failure> {
         let maps = self.maps.as_ref().ok_or_else(no_datapath)?;
-        maps(name).map_err(|reason| Failure::permanent(500, "map", reason))
+        maps(name).map_err(|reason| Failure::new(Refusal::Map, reason))
     }
 
     /// Packets by what the kernel programs did with them; none without a datapath, or when it cannot be read.
@@ -425,7 +426,7 @@ impl NodeStatus {
             "icmp" => Content::EchoRequest,
             other => {
                 let message = format!("protocol: {other:?}; expected tcp, udp or icmp");
-                return Err(Failure::permanent(400, "bad-request", message));
+                return Err(Failure::new(Refusal::BadRequest, message));
             }
         };
         let excluded = self.excluded.peek();
@@ -467,5 +468,5 @@ impl NodeStatus {
 const ANY_PORT: u16 = 40_000;
 
 fn no_datapath() -> Failure {
-    Failure::permanent(501, "no-datapath", "this node does not masquerade: enable-ipv4-masquerade is false")
+    Failure::new(Refusal::NoDatapath, "this node does not masquerade: enable-ipv4-masquerade is false")
 }

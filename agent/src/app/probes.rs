@@ -19,7 +19,7 @@ impl Probe for Answers {
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("the owner of the pod leases does not answer within {} s", ANSWER.as_secs()),
         };
-        Health { ready: false, reasons: vec![reason] }
+        Health::new(vec![reason])
     }
 
     async fn ready(&self) -> Health {
@@ -50,10 +50,10 @@ impl Probe for OperatorProbe {
         if let Some(wait) = self.waits.peek().rows.get(lease::WAIT) {
             reasons.push(format!("{}: {}", lease::WAIT, wait.reason));
         }
-        Health { ready: reasons.is_empty(), reasons }
+        Health::new(reasons)
     }
 }
 
 fn healthy() -> Health {
-    Health { ready: true, reasons: Vec::new() }
+    Health::new(Vec::new())
 }

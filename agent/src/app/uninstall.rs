@@ -84,8 +84,9 @@ fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
     note("state", state.clear().map_err(|error| error.to_string()));
     // Without the marker of this boot, the next agent looks which of the leases' pods still run.
     note("marker of this boot", BootMarker::new(run).clear().map_err(|error| error.to_string()));
-    // One that the server removed at its end is gone already.
+    // The plugin is gone, and what the server removed at its end is gone already.
     let _ = std::fs::remove_file(&settings.socket_path);
+    let _ = std::fs::remove_file(crate::cni::LOCK_FILE);
     failures
 }
 

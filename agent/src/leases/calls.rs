@@ -5,12 +5,12 @@ use super::task::Task;
 use super::{EndpointError, View};
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{
-    AddError, AddRequest, Attachment, Behind, Granted, OwnerError, OwnerLease, OwnerRequest, PodLease, RecordKey, Row,
+    AddError, AddRequest, Attachment, Behind, CollectRequest, Granted, OwnerError, OwnerLease, OwnerRequest, PodLease,
+    RecordKey, Row,
 };
 use cistern_core::ipam::node::pod_cidr::{AddressError, Addresses};
 use cistern_core::moment::Moment;
 use jiff::{SignedDuration, Timestamp};
-use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 impl Task {
@@ -62,13 +62,11 @@ impl Task {
         answer
     }
 
-    pub(super) fn collect(
-        &mut self,
-        network: &str,
-        valid: &BTreeSet<Attachment>,
-    ) -> Result<Vec<PodLease>, EndpointError> {
+    pub(super) fn collect(&mut self, request: &CollectRequest) -> Result<Vec<PodLease>, EndpointError> {
         let now = self.parts.clock.now();
-        let outcome = self.leases.collect(network, valid, now);
+        let host = &self.parts.host;
+        let may_live = |netns: &str| host.namespace(netns) != Namespace::Gone;
+        let outcome = self.leases.collect(request, may_live, now);
         for lease in &outcome.answer {
             self.forget(lease);
         }
@@ -109,6 +107,13 @@ impl Task {
         let answer = self.given_back(outcome, |_| vec![RecordKey::Owner(pool.clone(), address)]);
         self.publish();
         answer.and_then(|answer| Ok(answer?))
+    }
+
+    pub(super) fn stop_expiration(&mut self, address: IpAddr, pool: &str, uuid: &str) -> Result<(), EndpointError> {
+        let outcome = self.leases.stop_expiration(address, pool, uuid, self.parts.clock.now());
+        let answer = self.durable(outcome).and_then(|answer| Ok(answer?));
+        self.publish();
+        answer
     }
 
     pub(super) fn view(&self) -> View {

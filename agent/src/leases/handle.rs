@@ -4,11 +4,10 @@ use super::task::{Command, Task};
 use super::{EndpointError, View};
 use cistern_core::ip::Family;
 use cistern_core::ipam::lease::{
-    AddRequest, Attachment, Behind, ExpirationIds, Granted, OwnerLease, OwnerRequest, PodLease,
+    AddRequest, Attachment, Behind, CollectRequest, ExpirationIds, Granted, OwnerLease, OwnerRequest, PodLease,
 };
 use cistern_core::ipam::node::pod_cidr::Addresses;
 use cistern_core::moment::Moment;
-use std::collections::BTreeSet;
 use std::net::IpAddr;
 use tokio::sync::{mpsc, oneshot};
 
@@ -70,8 +69,8 @@ impl Endpoints {
     ///
     /// # Errors
     /// See [`EndpointError`].
-    pub async fn collect(&self, network: String, valid: BTreeSet<Attachment>) -> Result<Vec<PodLease>, EndpointError> {
-        self.ask(move |task| task.collect(&network, &valid)).await
+    pub async fn collect(&self, request: CollectRequest) -> Result<Vec<PodLease>, EndpointError> {
+        self.ask(move |task| task.collect(&request)).await
     }
 
     /// See [`cistern_core::ipam::lease::Leases::check`]; the router addresses beside it.
@@ -109,6 +108,14 @@ impl Endpoints {
     /// See [`EndpointError`].
     pub async fn release(&self, address: IpAddr, pool: String) -> Result<OwnerLease, EndpointError> {
         self.ask(move |task| task.release(address, pool)).await
+    }
+
+    /// See [`cistern_core::ipam::lease::Leases::stop_expiration`].
+    ///
+    /// # Errors
+    /// See [`EndpointError`].
+    pub async fn stop_expiration(&self, address: IpAddr, pool: String, uuid: String) -> Result<(), EndpointError> {
+        self.ask(move |task| task.stop_expiration(address, &pool, &uuid)).await
     }
 
     /// What is held now.

@@ -8,6 +8,7 @@ mod leases;
 
 pub use leases::LeaseFiles;
 
+use cistern_core::cni::served::Served;
 use jiff::Timestamp;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -186,10 +187,19 @@ impl BootMarker {
         Self { path: run_dir.join("boot") }
     }
 
-    /// The file beside it whose age tells how long ago this node could serve pods.
-    #[must_use]
-    pub fn served(&self) -> PathBuf {
+    fn served(&self) -> PathBuf {
         self.path.with_file_name("served")
+    }
+
+    /// Writes the file beside it that says when this node served pods.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn set_served(&self, served: &Served) -> Result<(), StateError> {
+        if let Some(directory) = self.path.parent() {
+            make_dir(directory)?;
+        }
+        write_renamed(&self.served(), served)
     }
 
     /// Takes the marker and its companion away, so that the next agent looks at the leases as after a reboot.

@@ -4,7 +4,7 @@
 //! have had a part of its effect) run in reverse. DEL runs the inverse of every step and goes on after a failure. In the
 //! role of an IPAM plugin only the steps with the agent remain.
 
-use super::spec::Role;
+use super::netconf::Role;
 
 /// One step of ADD.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,14 +40,9 @@ pub fn add(role: Role) -> &'static [Step] {
     }
 }
 
-/// DEL: the device first, so that nothing sends from an address that may be given again.
-#[must_use]
-pub fn del(role: Role) -> &'static [Undo] {
-    match role {
-        Role::Interface => &[Undo::RemovePair, Undo::Release],
-        Role::Ipam => &[Undo::Release],
-    }
-}
+/// DEL: the device first, so that nothing sends from an address that may be allocated again. The role is not asked for: it
+/// follows from a configuration that may be damaged by now, and in the role of an IPAM plugin there is no pair to remove.
+pub const DEL: [Undo; 2] = [Undo::RemovePair, Undo::Release];
 
 impl Step {
     /// What takes this step back; none when there is nothing to take back.
@@ -89,7 +84,7 @@ mod tests {
                 assert_eq!(undo.last(), Some(&Undo::Release), "{role:?} {step:?}");
                 let made = position(Step::MakePair).is_some_and(|make| position(*step) >= Some(make));
                 assert_eq!(undo.contains(&Undo::RemovePair), made, "{role:?} {step:?}");
-                assert!(undo.iter().all(|undo| del(role).contains(undo)), "{role:?} {step:?}: DEL does it too");
+                assert!(undo.iter().all(|undo| DEL.contains(undo)), "{role:?} {step:?}: DEL does it too");
                 assert!(undo.len() <= 2, "{role:?} {step:?}: each once");
             }
         }

@@ -1,8 +1,7 @@
-//! CNI specification 1.1.0: the request, the result in each version's form, the error object.
+//! CNI specification 1.1.0: verbs and their variables, the result in each version's form, the error object.
 //!
 //! <https://www.cni.dev/docs/spec/>; section numbers are those of that document.
 
-use super::conflist::NAMES;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -41,7 +40,9 @@ impl Version {
         }
     }
 
-    fn parse(text: &str) -> Option<Self> {
+    /// Reads `cniVersion`.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
         [Self::V0_3_1, Self::V0_4_0, Self::V1_0_0, Self::V1_1_0].into_iter().find(|version| version.name() == text)
     }
 }
@@ -171,179 +172,6 @@ pub fn verb(command: &str) -> Result<Verb, Failure> {
             let message = format!("CNI_COMMAND: {command:?}; expected ADD, DEL, CHECK, STATUS, GC or VERSION");
             Failure::new(Code::Environment, message)
         })
-}
-
-/// What the plugin is called for (`architecture` decision 16).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
-    /// `type` names us: address and interface.
-    Interface,
-    /// `ipam.type` names us, `type` another plugin, which makes the interface and calls us for its address.
-    Ipam,
-}
-
-/// The network configuration as it comes on standard input (section 1). Keys of others are left alone.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct NetConf {
-    /// Version of the configuration and of the result.
-    #[serde(default)]
-    pub cni_version: String,
-    /// Name of the network.
-    #[serde(default)]
-    pub name: String,
-    /// The plugin that makes the interface.
-    #[serde(default, rename = "type")]
-    pub plugin: String,
-    /// MTU of the pod's interface in bytes; without it the agent says.
-    #[serde(default)]
-    pub mtu: Option<u32>,
-    /// The IPAM plugin. None beside us as interface plugin, since Cistern allocates by itself.
-    #[serde(default)]
-    pub ipam: Option<IpamConf>,
-    /// Result of the plugins before, or of ADD.
-    #[serde(default)]
-    pub prev_result: Option<Value>,
-    /// DNS settings, passed through.
-    #[serde(default)]
-    pub dns: Option<Value>,
-    /// Where the agent listens, when not at its usual place. Cistern's own.
-    #[serde(default, rename = "socket-path")]
-    pub socket_path: Option<String>,
-    /// Where DELs wait while the agent is away, when not at the usual place. Cistern's own.
-    #[serde(default, rename = "queue-dir")]
-    pub queue_dir: Option<String>,
-    /// GC: what is still attached.
-    #[serde(default, rename = "cni.dev/valid-attachments")]
-    pub valid_attachments: Option<Vec<ValidAttachment>>,
-    /// The former key of the same; both are read (section 2, "GC").
-    #[serde(default, rename = "cni.dev/attachments")]
-    pub attachments: Option<Vec<ValidAttachment>>,
-}
-
-/// `ipam` of a configuration.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct IpamConf {
-    /// The IPAM plugin.
-    #[serde(default, rename = "type")]
-    pub plugin: String,
-}
-
-/// An attachment that GC must leave.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct ValidAttachment {
-    /// `CNI_CONTAINERID`
-    #[serde(rename = "containerID")]
-    pub container_id: String,
-    /// `CNI_IFNAME`
-    pub ifname: String,
-}
-
-/// Plugins whose pods are on an outside network themselves: packets of theirs may leave by a device of the node, but never
-/// pass its routing, so an answer to the node's address would not find back to the pod.
-const BESIDE_THE_NODE: [&str; 4] = ["host-device", "ipvlan", "macvlan", "vlan"];
-
-impl NetConf {
-    /// Reads standard input.
-    ///
-    /// # Errors
-    /// [`Code::Decode`] with the parser's words.
-    pub fn parse(stdin: &[u8]) -> Result<Self, Failure> {
-        // Into a map first: a struct would be read from a list of values too.
-        serde_json::from_slice::<serde_json::Map<String, Value>>(stdin)
-            .and_then(|fields| serde_json::from_value(Value::Object(fields)))
-            .map_err(|error| {
-                let message = format!("network configuration on standard input is not usable JSON: {error}");
-                Failure::new(Code::Decode, message)
-                    .with_details("expected an object with cniVersion, name and type; nothing was changed")
-            })
-    }
-
-    /// The version that VERSION answers in. Some runtimes give it no configuration: it has no other input (section 2,
-    /// "VERSION").
-    #[must_use]
-    pub fn version_asked_for(stdin: &[u8]) -> String {
-        Self::parse(stdin)
-            .map(|conf| conf.cni_version)
-            .ok()
-            .filter(|version| !version.is_empty())
-            .unwrap_or_else(|| Version::NEWEST.name().to_owned())
-    }
-
-    /// The version to answer in.
-    ///
-    /// # Errors
-    /// [`Code::Version`] for one that is not spoken.
-    pub fn version(&self) -> Result<Version, Failure> {
-        Version::parse(&self.cni_version).ok_or_else(|| {
-            let message = format!("cniVersion: {:?}; expected one of {}", self.cni_version, VERSIONS.join(", "));
-            Failure::new(Code::Version, message)
-        })
-    }
-
-    /// Which role this configuration calls for.
-    ///
-    /// # Errors
-    /// The field, its value and what was expected, when it names us in neither place or in both.
-    pub fn role(&self) -> Result<Role, Failure> {
-        let is_ours = |name: &str| NAMES.contains(&name);
-        let ipam = self.ipam.as_ref().map_or("", |ipam| ipam.plugin.as_str());
-        let message = match (is_ours(&self.plugin), is_ours(ipam)) {
-            (true, false) if ipam.is_empty() => return Ok(Role::Interface),
-            (false, true) => return Ok(Role::Ipam),
-            (true, true) => {
-                format!("ipam.type: {ipam:?} beside type {:?}; expected the name in one of the two", self.plugin)
-            }
-            (true, false) => format!(
-                "ipam.type: {ipam:?}; expected none: the addresses come from the Cistern agent (delegation is ipam mode \
-                 delegated-plugin)"
-            ),
-            (false, false) => format!(
-                "type: {:?}, ipam.type: {ipam:?}; expected one of {} in one of the two",
-                self.plugin,
-                NAMES.join(", ")
-            ),
-        };
-        Err(Failure::new(Code::UnsupportedField, message))
-    }
-
-    /// Whether packets of the pod pass the routing of the node, and so may leave under its address. So it is with our
-    /// interfaces, and with those of plugins such as `bridge` and `ptp`.
-    #[must_use]
-    pub fn is_routed(&self) -> bool {
-        !BESIDE_THE_NODE.contains(&self.plugin.as_str())
-    }
-
-    /// Checks what ADD needs (section 1, and `architecture` decision 16), and tells the role.
-    ///
-    /// # Errors
-    /// The field, its value and what was expected.
-    pub fn validate(&self) -> Result<Role, Failure> {
-        let name = &self.name;
-        if !name.starts_with(|first: char| first.is_ascii_alphanumeric())
-            || !name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-'))
-        {
-            let message = format!("name: {name:?}; expected a network name of letters, digits, '_', '.' and '-'");
-            return Err(Failure::new(Code::Configuration, message));
-        }
-        let role = self.role()?;
-        // The MTU is that of whoever makes the interface.
-        if let Some(mtu) = self.mtu.filter(|mtu| role == Role::Interface && !(576..=65_535).contains(mtu)) {
-            return Err(Failure::new(Code::Configuration, format!("mtu: {mtu}; expected 576 to 65535")));
-        }
-        Ok(role)
-    }
-
-    /// What GC must leave.
-    ///
-    /// # Errors
-    /// Without the list nothing may be released.
-    pub fn valid(&self) -> Result<&[ValidAttachment], Failure> {
-        self.valid_attachments.as_deref().or(self.attachments.as_deref()).ok_or_else(|| {
-            let message = "cni.dev/valid-attachments is absent; expected the list of attachments that are in use";
-            Failure::new(Code::Configuration, message).with_details("nothing was released")
-        })
-    }
 }
 
 /// The variables of an attachment (section 2, "Parameters").
@@ -552,9 +380,9 @@ fn default_route() -> IpNet {
 /// The answer to VERSION (section 5).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct VersionResult {
+pub struct VersionResult<'a> {
     /// As asked for.
-    pub cni_version: String,
+    pub cni_version: &'a str,
     /// What is spoken.
     pub supported_versions: [&'static str; 4],
 }
@@ -616,50 +444,6 @@ mod tests {
             _ => environment(GOOD)(key),
         });
         assert_eq!(call.unwrap().container_id, "abc-1");
-    }
-
-    #[test]
-    fn version_is_answered_whatever_the_input() {
-        assert_eq!(NetConf::version_asked_for(br#"{"cniVersion":"0.4.0"}"#), "0.4.0");
-        for stdin in ["", "{}", "no JSON"] {
-            assert_eq!(NetConf::version_asked_for(stdin.as_bytes()), "1.1.0");
-        }
-    }
-
-    #[test]
-    fn configurations_are_refused_by_field() {
-        let refused = |text: &str| {
-            let conf = NetConf::parse(text.as_bytes())?;
-            conf.version()?;
-            conf.validate()
-        };
-        let code = |text: &str| refused(text).map_err(|failure| (failure.code as u32, failure.message)).unwrap_err();
-        assert_eq!(code("{\"cniVersion\": ").0, 6);
-        assert_eq!(code("[]").0, 6);
-        assert_eq!(code(r#"{"cniVersion":"0.2.0","name":"n","type":"cistern-cni"}"#).0, 1);
-        assert_eq!(code(r#"{"name":"n","type":"cistern-cni"}"#).0, 1);
-        assert_eq!(code(r#"{"cniVersion":"1.0.0","name":"","type":"cistern-cni"}"#).0, 7);
-        assert_eq!(code(r#"{"cniVersion":"1.0.0","name":"n","type":"cistern-cni","mtu":100}"#).0, 7);
-        let named = |plugin: &str, ipam: &str| {
-            format!(r#"{{"cniVersion":"1.0.0","name":"n","mtu":64,"type":"{plugin}","ipam":{{"type":"{ipam}"}}}}"#)
-        };
-        for (plugin, ipam) in [
-            ("cistern-cni", "cistern-cni"),
-            ("cilium-cni", "cistern-cni"),
-            ("cistern-cni", "host-local"),
-            ("bridge", "host-local"),
-        ] {
-            let (number, message) = code(&named(plugin, ipam));
-            assert_eq!(number, 2, "{message}");
-            assert!(message.contains(ipam), "{message}");
-        }
-        assert_eq!(code(r#"{"cniVersion":"1.0.0","name":"n","type":"bridge"}"#).0, 2);
-        let ours = r#"{"cniVersion":"1.0.0","name":"n","type":"cistern-cni","ipam":{},"others":1}"#;
-        assert_eq!(refused(ours), Ok(Role::Interface));
-        for (plugin, ipam, routed) in [("bridge", "cistern-cni", true), ("macvlan", "cilium-cni", false)] {
-            assert_eq!(refused(&named(plugin, ipam)), Ok(Role::Ipam), "whatever its MTU");
-            assert_eq!(NetConf::parse(named(plugin, ipam).as_bytes()).unwrap().is_routed(), routed);
-        }
     }
 
     #[test]

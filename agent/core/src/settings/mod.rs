@@ -241,12 +241,6 @@ impl Settings {
         if self.debug { LogLevel::Debug } else { self.log_options.level }
     }
 
-    /// The URL of the API server, unless it is that of the service account or the kubeconfig.
-    #[must_use]
-    pub fn api_server_url(&self) -> Option<&str> {
-        self.api_server.as_ref().map(ApiServerUrl::as_str)
-    }
-
     /// The directory in which maps and programs are pinned.
     #[must_use]
     pub fn pin_root(&self) -> PathBuf {

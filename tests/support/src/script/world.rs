@@ -10,6 +10,7 @@ use cistern::app::agent_api::Answers;
 use cistern::app::agent_role::{self, Agent, Shared};
 use cistern::app::operator;
 use cistern::app::operator_role::{self, Operator};
+use cistern::app::served::ServedMarker;
 use cistern::clock::Clock;
 use cistern::kubernetes::client::Client;
 use cistern::kubernetes::lease::Election;
@@ -234,6 +235,7 @@ impl World {
             draw: Box::new(move || draws.random()),
             maps: None,
             reserved_ports: Vec::new(),
+            served: ServedMarker::default(),
             operator,
             listener: None,
             shared,

@@ -2,6 +2,7 @@
 
 use super::DEFAULT_POOL;
 use super::record::Attachment;
+use crate::cni::refusal::Refusal;
 use crate::ipam::node::pod_cidr::AddressError;
 use crate::reconcile::{Classify, ErrorClass};
 use ipnet::IpNet;
@@ -119,16 +120,22 @@ pub enum AddError {
 }
 
 impl AddError {
-    /// A fixed word for programs.
+    /// The refusal that it is answered as.
+    #[must_use]
+    pub fn refusal(&self) -> Refusal {
+        match self {
+            Self::WaitingForPodCidr => Refusal::WaitingForPodCidr,
+            Self::HeldBack { .. } => Refusal::HeldBack,
+            Self::NoRouter { .. } => Refusal::NoRouter,
+            Self::Exhausted { .. } => Refusal::PoolExhausted,
+            Self::Overtaken { .. } => Refusal::OvertakenByDel,
+        }
+    }
+
+    /// Its code.
     #[must_use]
     pub fn reason(&self) -> &'static str {
-        match self {
-            Self::WaitingForPodCidr => "waiting-for-pod-cidr",
-            Self::HeldBack { .. } => "held-back",
-            Self::NoRouter { .. } => "no-router",
-            Self::Exhausted { .. } => "pool-exhausted",
-            Self::Overtaken { .. } => "overtaken-by-del",
-        }
+        self.refusal().code()
     }
 }
 

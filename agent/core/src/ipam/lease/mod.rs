@@ -101,6 +101,17 @@ pub struct AddRequest {
     pub began: Option<Moment>,
 }
 
+/// A CNI GC.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CollectRequest {
+    /// The network that it is about.
+    pub network: String,
+    /// The attachments of that network that are in use.
+    pub valid: BTreeSet<Attachment>,
+    /// When the plugin began, if it said so.
+    pub began: Option<Moment>,
+}
+
 /// Answer to [`Leases::add`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Granted {
@@ -345,10 +356,24 @@ impl Leases {
     }
 
     /// Ends every lease of a network whose attachment is not in the list of valid ones (CNI GC). The list has the
-    /// attachments of that network alone.
-    pub fn collect(&mut self, network: &str, valid: &BTreeSet<Attachment>, now: Timestamp) -> Outcome<Vec<PodLease>> {
-        let of_network = |lease: &PodLease| lease.network.as_deref() == Some(network);
-        self.end_all(|lease| of_network(lease) && !valid.contains(&lease.attachment), now)
+    /// attachments of that network alone. With an empty one only leases without a live namespace end: the runtime may have lost its
+    /// state, while its pods run. A lease that was asked for since the GC began stays.
+    pub fn collect(
+        &mut self,
+        request: &CollectRequest,
+        netns_exists: impl Fn(&str) -> bool,
+        now: Timestamp,
+    ) -> Outcome<Vec<PodLease>> {
+        let CollectRequest { network, valid, began } = request;
+        let garbage: BTreeSet<Attachment> = self
+            .pods
+            .values()
+            .filter(|lease| lease.network.as_ref() == Some(network) && !valid.contains(&lease.attachment))
+            .filter(|lease| !self.asked_since(lease, began.as_ref()))
+            .filter(|lease| !valid.is_empty() || !netns_exists(&lease.netns))
+            .map(|lease| lease.attachment.clone())
+            .collect();
+        self.end_all(|lease| garbage.contains(&lease.attachment), now)
     }
 
     /// Ends every lease whose network namespace is gone. Only right after a reboot, which no namespace outlives:

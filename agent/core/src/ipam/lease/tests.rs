@@ -601,15 +601,32 @@ fn collecting_ends_what_is_not_valid_and_a_reboot_what_has_no_namespace() {
         let network = network.map(str::to_owned);
         agent.add(AddRequest { network, ..request(container, container) }, at(0)).unwrap();
     }
-    let valid = BTreeSet::from([attachment("a"), attachment("c"), attachment("z")]);
-    let outcome = agent.leases.collect("cistern", &valid, at(1));
-    let ended = agent.done(outcome);
-    assert_eq!(ended.iter().map(|lease| lease.attachment.clone()).collect::<Vec<_>>(), [attachment("b")]);
-    let outcome = agent.leases.collect("other", &BTreeSet::new(), at(1));
-    assert_eq!(agent.done(outcome).len(), 1, "of its own network a GC knows everything");
+    let mut collect = |network: &str, valid: &[&str], exists: &dyn Fn(&str) -> bool| {
+        let valid = valid.iter().copied().map(attachment).collect();
+        let request = CollectRequest { network: network.to_owned(), valid, began: None };
+        let outcome = agent.leases.collect(&request, exists, at(1));
+        agent.done(outcome).into_iter().map(|lease| lease.attachment).collect::<Vec<_>>()
+    };
+    assert_eq!(collect("cistern", &["a", "c", "z"], &|_| true), [attachment("b")], "whatever its namespace");
+    assert_eq!(collect("other", &[], &|_| true), [], "a runtime that lost its state, and a pod that runs");
+    assert_eq!(collect("other", &[], &|_| false), [attachment("d")], "of its own network a GC knows everything");
     let outcome = agent.leases.drop_gone(|netns| netns.ends_with("/a"), at(2));
     assert_eq!(agent.done(outcome).len(), 2);
     assert_eq!(agent.leases.pods().map(|lease| &lease.attachment).collect::<Vec<_>>(), [&attachment("a")]);
+}
+
+#[test]
+fn collecting_leaves_what_was_asked_for_since_it_began() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let began = |uptime_ns| Some(Moment { boot: "boot".to_owned(), uptime_ns });
+    for (container, uptime_ns) in [("a", 1), ("b", 3)] {
+        agent.add(AddRequest { began: began(uptime_ns), ..request(container, container) }, at(0)).unwrap();
+    }
+    let valid = BTreeSet::from([attachment("z")]);
+    let gc = CollectRequest { network: "cistern".to_owned(), valid, began: began(2) };
+    let outcome = agent.leases.collect(&gc, |_| true, at(1));
+    let ended: Vec<Attachment> = agent.done(outcome).into_iter().map(|lease| lease.attachment).collect();
+    assert_eq!(ended, [attachment("a")]);
 }
 
 #[test]
@@ -1010,7 +1027,11 @@ proptest! {
                     cidr = usize::from(*index);
                     leases.set_network(network(CIDRS[cidr]), now, draw).changes
                 }
-                Step::Collect => leases.collect("cistern", &world.live.keys().cloned().collect(), now).changes,
+                Step::Collect => {
+                    let valid = world.live.keys().cloned().collect();
+                    let request = CollectRequest { network: "cistern".to_owned(), valid, began: None };
+                    leases.collect(&request, |netns| world.sandboxes.contains(netns), now).changes
+                }
                 Step::Audit => {
                     now = later(now, audit::EVERY);
                     process.audited(&world.sandboxes, now)

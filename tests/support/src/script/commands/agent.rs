@@ -96,7 +96,8 @@ pub(super) async fn add(world: &mut World, arguments: &[&str]) -> Outcome {
     };
     let granted = world.agent(node)?.add(request).await.map_err(refused)?;
     world.generations.insert((node.to_owned(), container.to_owned()), granted.generation);
-    Ok(Printed::Text(format!("{}\n", granted.address)))
+    let lines = granted.leased().into_iter().map(|leased| format!("{}\n", leased.address));
+    Ok(Printed::Text(lines.collect()))
 }
 
 /// Says that the interface is there.

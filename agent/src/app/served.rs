@@ -1,0 +1,71 @@
+//! Says to CNI STATUS that this node serves pods (`cistern_core::cni::served`).
+
+use super::node_status::NodeStatus;
+use crate::clock;
+use crate::state::BootMarker;
+use cistern_core::cni::served::Served;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tokio::sync::Mutex;
+
+/// Until the node serves for the first time, readiness is looked at this often.
+const UNTIL_READY: Duration = Duration::from_millis(200);
+
+/// How often the file is written while the node serves.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// The file, and whether this agent has written it. Clones share both.
+#[derive(Debug, Clone, Default)]
+pub struct ServedMarker {
+    /// None where no plugin looks for the file.
+    boot: Option<BootMarker>,
+    marked: Arc<AtomicBool>,
+    writing: Arc<Mutex<()>>,
+}
+
+impl ServedMarker {
+    /// The file beside the marker of this boot.
+    #[must_use]
+    pub fn new(boot: BootMarker) -> Self {
+        Self { boot: Some(boot), ..Self::default() }
+    }
+
+    /// Whether the node has served since this agent started.
+    #[must_use]
+    pub fn is_marked(&self) -> bool {
+        self.marked.load(Ordering::Relaxed)
+    }
+
+    /// Marks a node that serves, unless this agent has done so before. The file is written when this returns.
+    pub async fn mark_first(&self) {
+        if self.is_marked() {
+            return;
+        }
+        let _writing = self.writing.lock().await;
+        if !self.is_marked() {
+            self.write().await;
+        }
+    }
+
+    async fn write(&self) {
+        if let Some((boot, uptime)) = self.boot.clone().zip(clock::uptime()) {
+            let written = tokio::task::spawn_blocking(move || boot.set_served(&Served::at(uptime))).await;
+            if let Ok(Err(error)) = written {
+                tracing::warn!(%error, "the time when this node served is not on disk; CNI STATUS may fail during a restart");
+            }
+        }
+        self.marked.store(true, Ordering::Relaxed);
+    }
+
+    /// Keeps the file up to date while the node serves, until dropped.
+    pub async fn keep(self, node: NodeStatus) {
+        loop {
+            if node.health().ready {
+                let _writing = self.writing.lock().await;
+                self.write().await;
+            }
+            tokio::time::sleep(if self.is_marked() { INTERVAL } else { UNTIL_READY }).await;
+        }
+    }
+}
