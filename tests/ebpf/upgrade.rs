@@ -8,6 +8,7 @@ use cistern::datapath::{Build, Capacities, Datapath, Hook, PROGRAMS, Pins, Progr
 use cistern_core::masquerade::cases::{self, Machine as _, NODE, POD_A, WEB};
 use cistern_core::masquerade::decide::{Content, Direction, Packet, TcpFlags, Verdict};
 use cistern_core::masquerade::expire::FlowState;
+use cistern_ebpf_common::counter::Counter;
 use std::collections::BTreeMap;
 use std::io::{self, Read as _, Write as _};
 use std::net::{IpAddr, SocketAddrV4, TcpStream, UdpSocket};
@@ -237,6 +238,9 @@ fn a_kill_at_any_step_heals_at_the_next_start_of_either_build() {
                 for flow in &flows {
                     flow.assert_open(&format!("healed after {after:?}, back: {back}"));
                 }
+                let created =
+                    healed.view.counters().unwrap().into_iter().find(|(kind, _)| *kind == Counter::FlowCreated);
+                assert!(created.unwrap().1 <= flows.len() as u64 + 3, "counted twice after {after:?}: {created:?}");
                 // Nothing is left of the parts that either played: even and odd ports are allocated again.
                 for port in [41_050, 41_051] {
                     assert_eq!(Open::new(&site, port).external, format!("{NODE}:{port}"), "{after:?}, back: {back}");

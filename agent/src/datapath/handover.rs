@@ -501,14 +501,15 @@ impl Carried<'_> {
         })
     }
 
-    /// Adds numbers of each CPU.
+    /// Moves numbers of each CPU to the target's: repeated, it adds nothing. No program of the source runs any more.
     fn count(&self) -> io::Result<()> {
         self.source.visit(|key, values| {
             let Ok(Some(mut sums)) = self.target.lookup(key) else { return Ok(()) };
             for (to, from) in sums.chunks_exact_mut(8).zip(values.chunks_exact(8)) {
                 to.copy_from_slice(&number(to).wrapping_add(number(from)).to_ne_bytes());
             }
-            self.target.update(key, &sums, kernel::ANY).map(drop)
+            self.target.update(key, &sums, kernel::ANY)?;
+            self.source.update(key, &vec![0; values.len()], kernel::ANY).map(drop)
         })
     }
 }
