@@ -13,11 +13,13 @@ use cistern::app::deletions::{self, Replayed};
 use cistern::clock::{self, Clock};
 use cistern::leases::{self, Endpoints, Host, LeaseStore, Parts};
 use cistern::tables::findings::Findings;
-use cistern::tables::rows::{NetworkRow, PoolRow};
+use cistern::tables::rows::NetworkRow;
 use cistern::tables::{Table, Waits};
 use cistern_core::cni::refusal::Refusal;
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{self, Attachment, Change, LeaseState, RecordTimes, Timings};
+use cistern_core::ipam::node::{NodeInput, NodeMode, NodePlan};
+use cistern_core::ipam::supply::{Grant, Supply};
 use cistern_tests::lab::Machine;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -174,6 +176,16 @@ impl LeaseStore for Forget {
     }
 }
 
+/// A mode that always grants the same pod CIDR.
+struct Fixed;
+
+impl NodeMode for Fixed {
+    fn plan(&self, _input: &NodeInput<'_>, _now: jiff::Timestamp) -> NodePlan {
+        let grant = Grant::new("10.244.1.0/29".parse().unwrap());
+        NodePlan { supply: Some(Supply::of_grants([grant])), ..NodePlan::default() }
+    }
+}
+
 /// Every namespace is there, and no device is removed.
 /// What the machine shows, whose root is another than that of this process.
 struct Still {
@@ -187,6 +199,10 @@ impl Host for Still {
 
     fn host_side(&self, attachment: &Attachment) -> String {
         attachment.to_string()
+    }
+
+    fn is_in_use(&self, _device: &str) -> bool {
+        false
     }
 
     fn remove_device(&mut self, _name: &str) -> Result<(), String> {
@@ -208,20 +224,17 @@ impl Agent {
     /// one does.
     pub(crate) fn start(machine: &Machine) -> Self {
         let runtime = Runtime::new().unwrap();
-        let pool = Table::new("pool");
-        let pod_cidr = "10.244.1.0/29".parse().unwrap();
-        let remembered = Arc::new(Table::new("remembered-pool"));
-        remembered.publish(BTreeMap::from([((), PoolRow::new(pod_cidr))]));
-        pool.publish(BTreeMap::from([((), PoolRow::new(pod_cidr))]));
         let network = Table::new("network");
         network.publish(BTreeMap::from([((), NetworkRow::default())]));
         let peers = Table::new("peers");
         peers.publish(BTreeMap::new());
         let clock = runtime.block_on(async { Clock::system() });
-        let nodes = Table::new("nodes");
+        let (nodes, cilium_nodes) = (Table::new("nodes"), Table::new("cilium-nodes"));
         let parts = Parts {
             node: machine.name().to_owned(),
             records: Vec::new(),
+            incomplete: false,
+            known_endpoints: BTreeMap::new(),
             timings: Timings::default(),
             configured_router: Some(ROUTER),
             rebooted: false,
@@ -230,14 +243,15 @@ impl Agent {
             draw: Box::new(rand::random),
             store: Box::new(Forget),
             map: None,
-            pool: pool.reader(),
-            remembered: remembered.reader(),
+            mode: Box::new(Fixed),
+            cilium_nodes: cilium_nodes.reader(),
             network: network.reader(),
             peers: peers.reader(),
             nodes: nodes.reader(),
             router: Arc::new(Table::new("router")),
             endpoints: Arc::new(Table::new("endpoints")),
-            held: Arc::new(Table::new("held")),
+            pool: Arc::new(Table::new("pool")),
+            intent: Arc::new(Table::new("cilium-node-intent")),
             waits: Waits::new(clock),
             findings: Findings::new(clock),
             boot: clock::boot().unwrap(),
@@ -247,7 +261,7 @@ impl Agent {
         let (endpoints, task) = leases::start(parts, CancellationToken::new());
         runtime.spawn(async move {
             // The task waits for changes of these.
-            let _writers = (pool, network, peers, nodes);
+            let _writers = (network, peers, nodes, cilium_nodes);
             task.await;
         });
         let answers = Arc::new(Answers {

@@ -308,3 +308,55 @@ fn after_a_reboot_leases_without_namespace_are_gone_and_dels_that_waited_are_car
     site.restart(&["--cluster-pool-ipv4-mask-size", "29"]);
     assert!(!site.rig.log().contains("gone since the reboot") && site.rig.holds("e"));
 }
+
+/// Loses every state file of the node: they are gone, or of a format that no build of today understands.
+fn lose_state(node: &Machine, as_another_format: bool) {
+    let directory = node.file("/var/lib/cistern");
+    let mut files: Vec<_> =
+        std::fs::read_dir(directory.join("leases")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.push(directory.join("node.json"));
+    for file in files.into_iter().filter(|file| file.extension().is_some_and(|extension| extension == "json")) {
+        if as_another_format {
+            std::fs::write(file, r#"{"format":900,"oldest_reader":900,"kind":"pod"}"#).unwrap();
+        } else {
+            let _ = std::fs::remove_file(file);
+        }
+    }
+}
+
+#[test]
+fn lost_state_costs_no_pod_its_network_with_the_api_server_away_or_there() {
+    let mut site = Site::new("r-lost");
+    site.start(&["--cluster-pool-ipv4-mask-size", "26"]);
+    let pod = address(&site.rig.add("a").unwrap());
+    until("the state on disk", || site.rig.node.file("/var/lib/cistern/node.json").exists());
+    let router =
+        |rig: &Rig| rig.node.json("ip", &["-j", "-4", "address", "show", "dev", "lo", "scope", "link"]).unwrap();
+    let address_of_router = router(&site.rig);
+    assert!(address_of_router.to_string().contains("10.244."), "{address_of_router}");
+    for as_another_format in [false, true] {
+        let (tcp, open) = (site.stream("a", "stream-tcp"), site.open_flow("a"));
+        site.rig.kill_agent();
+        lose_state(&site.rig.node, as_another_format);
+        site.rig.stop_api();
+        site.rig.start_agent(&["--cluster-pool-ipv4-mask-size", "26"]);
+        until("the agent to answer, with the pod in the datapath", || {
+            let rows = site.rig.status().map(|_| site.rig.rows(&["bpf", "endpoint", "list"])).unwrap_or_default();
+            rows.iter().any(|row| row.to_string().contains(&pod.to_string()))
+        });
+        assert_eq!(router(&site.rig), address_of_router, "with the API server away");
+        assert_eq!(site.seen_as("a"), NODE);
+        site.rig.start_api();
+        until("readiness", || site.rig.is_ready());
+        assert_eq!(router(&site.rig), address_of_router, "with the API server there");
+        assert_eq!(site.seen_as("a"), NODE);
+        until("the pod's address to be held", || {
+            site.rig.rows(&["ip", "list"]).iter().any(|row| row["address"] == pod.to_string().as_str())
+        });
+        let other = address(&site.rig.add(&format!("b-{as_another_format}")).unwrap());
+        assert_ne!(other, pod);
+        assert_eq!(site.seen_as(&format!("b-{as_another_format}")), NODE);
+        assert_eq!(on_the_interface(&site.rig, "a"), Some(pod));
+        assert!(tcp.count_whole() > 0 && open.count_whole() > 0, "nothing of the pod's flows is lost");
+    }
+}

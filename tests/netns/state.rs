@@ -51,7 +51,7 @@ fn whatever_became_of_a_record_is_kept_and_its_pod_goes_on_with_its_address() {
     let text = std::fs::read_to_string(&cut).unwrap();
     std::fs::write(&cut, &text[..text.len() / 2]).unwrap();
     let text = std::fs::read_to_string(&newer).unwrap();
-    let of_newer = text.replacen("\"format\":1", "\"format\":2", 1);
+    let of_newer = text.replacen("\"format\":2,\"oldest_reader\":2", "\"format\":7,\"oldest_reader\":7", 1);
     std::fs::write(&newer, &of_newer).unwrap();
     std::fs::remove_file(&dir).unwrap();
     std::fs::create_dir(&dir).unwrap();
@@ -67,7 +67,7 @@ fn whatever_became_of_a_record_is_kept_and_its_pod_goes_on_with_its_address() {
     }
     let kept = newer.with_file_name(format!("{}.unreadable-1", newer.file_name().unwrap().to_str().unwrap()));
     assert_eq!(std::fs::read_to_string(kept).unwrap(), of_newer, "nothing of it was changed");
-    assert!(rig.log().contains("reads format 1"), "{}", rig.log());
+    assert!(rig.log().contains("reads format 2"), "{}", rig.log());
     // Every pod is where the kernel programs look for pods, and no other pod gets its address: of five, one is left.
     until("every pod in the datapath", || held.iter().all(|address| endpoints(&rig).contains(address)));
     let fresh = address(&rig.add("fresh").unwrap());

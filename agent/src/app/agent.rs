@@ -14,6 +14,7 @@ use crate::state::{BootMarker, LeaseFiles, StateDir};
 use anyhow::Context;
 use cistern_core::ipam::lease::{Change, RecordTimes};
 use cistern_core::settings::{IpamMode, Settings};
+use ipnet::IpNet;
 use jiff::Timestamp;
 use std::path::Path;
 use std::time::Duration;
@@ -39,6 +40,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let (targets, maps) = kernel::open(&settings, &shared.findings, &ports.kernel)?;
     let (files, not_a_directory) = LeaseFiles::open(&state).context(stopped)?;
     let (leases, set_aside) = files.read().context(stopped)?;
+    let incomplete = not_a_directory.is_some() || !set_aside.is_empty();
     shared.findings.add(remembered::STATE, not_a_directory.into_iter().chain(set_aside).map(|file| unreadable(&file)));
     let run_dir = settings.socket_path.parent().unwrap_or(Path::new("/run/cistern"));
     let marker = BootMarker::new(run_dir);
@@ -78,6 +80,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
             targets,
             state: state.clone(),
             leases,
+            incomplete,
             lease_store: Box::new(Files(files)),
             lease_clock,
             boot: clock::boot().unwrap_or_default(),
@@ -159,7 +162,8 @@ fn refuse_overlaps(settings: &Settings) -> anyhow::Result<()> {
         return Ok(());
     }
     let network = kernel::network_now()?;
-    match crate::controllers::ipam_node::overlaps_of(&network, &settings.cluster_pool_ipv4).first() {
+    let ranges: Vec<IpNet> = settings.cluster_pool_ipv4.iter().copied().map(IpNet::V4).collect();
+    match network.overlaps(&ranges).first() {
         None => Ok(()),
         Some(overlap) => {
             Err(Refused(format!("cluster-pool-ipv4-cidr: {overlap}; nothing was started or changed")).into())

@@ -10,9 +10,9 @@ use super::supervisor::Supervisor;
 use super::targets::{Target, Targets};
 use crate::api::{http, server};
 use crate::clock::Clock;
-use crate::controllers::{ipam_node, masquerade, node, notices as tell, peers, routes};
+use crate::controllers::{masquerade, node, notices as tell, peers, routes};
 use crate::files;
-use crate::kubernetes::cilium_node::{self, OwnNode};
+use crate::kubernetes::cilium_node::OwnNode;
 use crate::kubernetes::client::Client;
 use crate::kubernetes::node::Annotations;
 use crate::kubernetes::node_condition::NodeConditions;
@@ -22,11 +22,17 @@ use crate::reconciler::{Options, Reconcile, SERIAL, TargetStatus};
 use crate::state::StateDir;
 use crate::tables::findings::Findings;
 use crate::tables::notices::Notices;
-use crate::tables::rows::{CiliumNodeRow, NodeRow};
+use crate::tables::rows::{CiliumNodeRow, NodeRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::lease::{Record, RecordTimes, Timings};
+use cistern_core::ipam::node::NodeMode;
+use cistern_core::ipam::node::cluster_pool::ClusterPool;
+use cistern_core::ipam::node::kubernetes::Kubernetes;
+use cistern_core::ipam::supply::Grant;
 use cistern_core::reconcile::backoff::Backoff;
 use cistern_core::settings::{IpamMode, Settings};
+use ipnet::IpNet;
+use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,6 +53,8 @@ pub struct Agent {
     pub state: StateDir,
     /// Pod leases from before.
     pub leases: Vec<Record>,
+    /// Some of them could not be read.
+    pub incomplete: bool,
     /// Where pod leases survive.
     pub lease_store: Box<dyn leases::LeaseStore>,
     /// Time of the leases.
@@ -142,18 +150,18 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     // === Tables ===
     let nodes: Arc<Table<String, NodeRow>> = Arc::new(Table::new("nodes"));
     let cilium_nodes: Arc<Table<String, CiliumNodeRow>> = Arc::new(Table::new("cilium-nodes"));
-    let remembered::Seeded { peers, pool, remembered } = remembered::tables(&agent.state, &findings);
+    let (mut leases, mut lease_store) = (agent.leases, agent.lease_store);
+    let remembered = remembered::tables(&agent.state, &findings, &mut leases, &mut *lease_store);
+    let peers = Arc::clone(&remembered.peers);
+    let pool = Arc::new(Table::new("pool"));
+    let intent = Arc::new(Table::new("cilium-node-intent"));
     let network = Arc::new(Table::new("network"));
     let router = Arc::new(Table::new("router"));
     let endpoints = Arc::new(Table::new("endpoints"));
-    let held = Arc::new(Table::new("held"));
     let own_node = Arc::new(Table::new("own-cilium-node"));
     let routes = Arc::new(Table::new("routes"));
     let ip_masq_file = Arc::new(Table::new("ip-masq-file"));
     let masquerade = masquerade::Tables::default();
-
-    // Who names the node's blocks in its CiliumNode.
-    let mirror = settings.ipam == IpamMode::Kubernetes;
 
     // === Observe ===
     let own = watches::Which::Named(name.clone());
@@ -182,33 +190,13 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
         Box::pin(node::run(
             node::Inputs {
                 node: name.clone(),
-                mirror,
                 nodes: nodes.reader(),
                 network: network.reader(),
                 router: router.reader(),
-                pool: remembered.reader(),
+                intent: intent.reader(),
             },
             Arc::clone(&own_node),
             waits.clone(),
-        )),
-    );
-    decide(
-        "pod CIDR",
-        Box::pin(ipam_node::run(
-            ipam_node::Inputs {
-                node: name.clone(),
-                mode: settings.ipam,
-                require_ipv6: settings.require_ipv6_pod_cidr,
-                peers: peers.reader(),
-                cilium_nodes: cilium_nodes.reader(),
-                network: network.reader(),
-                nodes: nodes.reader(),
-                held: held.reader(),
-                ranges: settings.cluster_pool_ipv4.clone(),
-            },
-            Arc::clone(&pool),
-            waits.clone(),
-            findings.clone(),
         )),
     );
     decide(
@@ -238,21 +226,17 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             masquerade.clone(),
         )),
     );
-    let known = pool.snapshot().rows.get(&()).cloned();
+    let known = leases.iter().find_map(|record| match record {
+        Record::Grant(Grant { net: IpNet::V4(pod_cidr), .. }) => Some(PoolRow::new(*pod_cidr)),
+        _ => None,
+    });
     decide(
         "notices",
         Box::pin(tell::node(name.clone(), pool.reader(), waits.reader(), findings.reader(), known, notices.clone())),
     );
     decide(
         "remember",
-        Box::pin(remembered::run(
-            agent.state.clone(),
-            peers.reader(),
-            pool.reader(),
-            masquerade.last_good.reader(),
-            Arc::clone(&remembered),
-            waits.clone(),
-        )),
+        Box::pin(remembered::run(agent.state.clone(), remembered, masquerade.last_good.reader(), waits.clone())),
     );
 
     // === Do ===
@@ -264,24 +248,17 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let write = events::run(client.clone(), reporter, notices.reader(), cilium_nodes.reader(), clock, token.clone());
     tasks.spawn_loop("write events", write);
     if settings.auto_create_cilium_node {
-        let sources = cilium_node::Sources {
-            seen: cilium_nodes.reader().into(),
-            nodes: nodes.reader().into(),
-            pool: pool.reader().into(),
-            remembered: remembered.reader().into(),
-            held: held.reader().into(),
-        };
-        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), sources, mirror));
+        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), cilium_nodes.reader()));
         tasks.spawn_loop("write own CiliumNode", reconcile.run("own CiliumNode", target, own_node.reader()));
     }
     if settings.annotate_k8s_node {
         let annotations = Arc::new(Table::new("node-annotations"));
-        let follow = node::annotate(name.clone(), router.reader(), remembered.reader(), Arc::clone(&annotations));
+        let follow = node::annotate(name.clone(), router.reader(), pool.reader(), Arc::clone(&annotations));
         tasks.spawn_loop("annotate Node", until(token.clone(), follow));
         let target = super::targets::target(Annotations::new(client.clone(), nodes.reader()));
         tasks.spawn_loop("write annotations", reconcile.run("Node annotations", target, annotations.reader()));
     }
-    let mut endpoint_map = None;
+    let (mut endpoint_map, mut known_endpoints) = (None, BTreeMap::new());
     if let Some(datapath) = targets.datapath {
         required.extend(["excluded destinations", "endpoints", "devices", "datapath settings", "attachments"]);
         let m = &masquerade;
@@ -295,27 +272,31 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
         tasks.spawn_loop("attach programs", reconcile.run("attachments", datapath.attachments, m.attachments.reader()));
         tasks.spawn("datapath background", (datapath.background)(token.clone()));
         endpoint_map = Some(datapath.endpoint_map);
+        known_endpoints = datapath.known_endpoints;
     }
     let (ask, owner) = leases::start(
         leases::Parts {
             node: name.clone(),
-            records: agent.leases,
+            records: leases,
+            incomplete: agent.incomplete,
+            known_endpoints,
             timings: Timings::default(),
             configured_router: settings.local_router_ipv4,
             rebooted: agent.rebooted,
             times: agent.times,
             host: agent.host,
             draw: agent.draw,
-            store: agent.lease_store,
+            store: lease_store,
             map: endpoint_map,
-            pool: pool.reader(),
-            remembered: remembered.reader(),
+            mode: node_mode(&settings),
+            cilium_nodes: cilium_nodes.reader(),
             network: network.reader(),
             peers: peers.reader(),
             nodes: nodes.reader(),
             router: Arc::clone(&router),
             endpoints: Arc::clone(&endpoints),
-            held,
+            pool: Arc::clone(&pool),
+            intent,
             waits: waits.clone(),
             findings: findings.clone(),
             boot: agent.boot,
@@ -354,7 +335,6 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             cilium_nodes: cilium_nodes.reader(),
             peers: peers.reader(),
             pool: pool.reader(),
-            remembered: remembered.reader(),
             router: router.reader(),
             leader: leader.reader(),
             targets: statuses.reader(),
@@ -388,6 +368,15 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
         }
     }
     Ok(Running { answers, cilium_nodes: cilium_nodes.reader(), tasks })
+}
+
+/// The IPAM mode on the node.
+#[must_use]
+pub fn node_mode(settings: &Settings) -> Box<dyn NodeMode> {
+    match settings.ipam {
+        IpamMode::ClusterPool => Box::new(ClusterPool { ranges: settings.cluster_pool_ipv4.clone() }),
+        IpamMode::Kubernetes => Box::new(Kubernetes { require_ipv6: settings.require_ipv6_pod_cidr }),
+    }
 }
 
 /// Starts reconcilers that differ in name, target and table only.

@@ -3,6 +3,7 @@
 use super::kernel;
 use crate::cni;
 use crate::leases::Host;
+use crate::netlink::Handle;
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::Attachment;
 use std::path::Path;
@@ -23,6 +24,11 @@ impl Host for ThisHost {
 
     fn host_side(&self, attachment: &Attachment) -> String {
         cni::host_side(&attachment.container_id, &attachment.ifname)
+    }
+
+    fn is_in_use(&self, device: &str) -> bool {
+        let link = Handle::open().and_then(|mut handle| handle.link_by_name(device));
+        link.map_or(true, |link| link.is_some_and(|link| link.lower_is_elsewhere))
     }
 
     fn remove_device(&mut self, name: &str) -> Result<(), String> {

@@ -90,6 +90,7 @@ fn open_datapath(
         excluded: blocking_target(datapath.excluded()?, port),
         endpoints: blocking_target(datapath.endpoints()?, port),
         endpoint_map: Box::new(Map(datapath.endpoints()?)),
+        known_endpoints: datapath.endpoints()?.rows()?,
         devices: blocking_target(datapath.devices()?, port),
         settings: blocking_target(datapath.settings(rand::random())?, port),
         attachments: blocking_target(datapath.attachments()?, port),

@@ -10,6 +10,7 @@ use crate::telemetry::metrics::{
     BUILD_INFO, LEADER, LEASES, PACKETS, POD_CIDR_ADDRESSES, READY, Sample, TARGET_ROWS, TARGET_SYNCED, WAIT_SECONDS,
 };
 use cistern_core::ipam::lease::RowState;
+use cistern_core::ipam::supply::PoolUsage;
 use jiff::Timestamp;
 
 /// States of which a count of zero is worth a sample: a rule that watches them must not miss them.
@@ -25,8 +26,8 @@ pub fn agent(node: &NodeStatus, view: &View, packets: &[(String, u64)], now: Tim
         let count = view.rows.iter().filter(|row| row.state == state).count();
         samples.push(LEASES.sample([&state.to_string()], as_float(count as u64)));
     }
-    for (cidr, usage) in &view.usage {
-        let cidr = cidr.to_string();
+    for PoolUsage { net, usage, .. } in &view.usage {
+        let Some(cidr) = net.map(|net| net.to_string()) else { continue };
         for (state, count) in [("used", usage.used), ("quarantined", usage.quarantined), ("free", usage.free())] {
             samples.push(POD_CIDR_ADDRESSES.sample([&cidr, state], as_float(count)));
         }

@@ -1,6 +1,5 @@
 //! What is known of this node, gathered from the tables for status, health and explanations.
 
-use super::remembered;
 use crate::api::server::Failure;
 use crate::api::types::{
     AddressCounts, AddressExplanation, DeviceReport, ExplainMasqueradeRequest, ExplainMasqueradeResponse,
@@ -8,13 +7,14 @@ use crate::api::types::{
     RowReport, Status, WaitReport,
 };
 use crate::kubernetes::lease::LeaderRow;
-use crate::leases::View;
+use crate::leases::{self, View};
 use crate::reconciler::TargetStatus;
 use crate::tables::Reader;
 use crate::tables::findings::{FindingKey, FindingRow};
 use crate::tables::rows::{CiliumNodeRow, MasqueradeRow, NetworkRow, PeerRow, PoolRow, Wait};
 use cistern_core::cni::refusal::Refusal;
 use cistern_core::ipam::explain::{self, NodeFacts};
+use cistern_core::ipam::supply::PoolUsage;
 use cistern_core::masquerade::decide::{Content, Direction, Exclusion, Node, Packet, TcpFlags, Verdict};
 use cistern_core::masquerade::plan::{DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
 use ipnet::{IpNet, Ipv4Net};
@@ -58,8 +58,6 @@ pub struct NodeStatus {
     pub peers: Reader<String, PeerRow>,
     /// Where this node's pods get their addresses from.
     pub pool: Reader<(), PoolRow>,
-    /// What of `pool` is on disk.
-    pub remembered: Reader<(), PoolRow>,
     /// Router address.
     pub router: Reader<Ipv4Addr, ()>,
     /// The election.
@@ -84,7 +82,7 @@ pub struct NodeStatus {
 
 fn counts(view: &View) -> AddressCounts {
     let mut counts = AddressCounts::default();
-    for (_, usage) in &view.usage {
+    for PoolUsage { usage, .. } in &view.usage {
         counts.capacity += usage.size.saturating_sub(usage.reserved);
         counts.used += usage.used;
         counts.quarantined += usage.quarantined;
@@ -160,9 +158,8 @@ impl NodeStatus {
             None => reasons.push("no pod CIDR yet; see the wait of that name".to_owned()),
             Some(row) => {
                 reasons.extend(row.blocked.clone());
-                let on_disk = self.remembered.peek().rows.get(&()).map(|row| row.pod_cidr);
-                let wait = remembered::WAIT;
-                reasons.extend((on_disk != Some(row.pod_cidr)).then(|| {
+                let wait = leases::WAIT;
+                reasons.extend((!row.on_disk).then(|| {
                     format!("pod CIDR {} is not on disk yet; see the wait {wait:?}, if there is one", row.pod_cidr)
                 }));
             }

@@ -1,12 +1,16 @@
 //! What a node needs to serve while the API server is away, on disk (`architecture` section 4).
 
+use crate::leases::LeaseStore;
 use crate::state::{SetAside, StateDir};
 use crate::tables::findings::{Findings, Found};
-use crate::tables::rows::{PeerRow, PoolRow};
+use crate::tables::rows::PeerRow;
 use crate::tables::{Reader, Rows, Table, Waits};
+use cistern_core::format::Version;
+use cistern_core::ipam::lease::{Change, Record};
+use cistern_core::ipam::supply::{Grant, GrantState};
 use cistern_core::masquerade::ip_masq::ConfigFile;
+use ipnet::{IpNet, Ipv4Net};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,42 +19,75 @@ const NODE: &str = "node.json";
 /// The last ip-masq-agent file that could be used.
 const LAST_GOOD: &str = "ip-masq.json";
 
-/// Of another format, nothing of the file is used, and it is set aside; the API server tells all of it again.
-const FORMAT: u32 = 1;
+/// Of a newer format that this build would misread, nothing of the file is used, and it is set aside; the API server lists all
+/// of it again. Format 1 held the pod CIDR, too, which is a record among the leases since.
+const FORMAT: u32 = 2;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Remembered {
-    format: u32,
-    pool: Option<PoolRow>,
+    #[serde(flatten)]
+    version: Version,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pool: Option<FormerPool>,
     peers: Rows<String, PeerRow>,
 }
 
-/// Tables that begin with what was known last.
+/// The pod CIDR as format 1 kept it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct FormerPool {
+    pod_cidr: Ipv4Net,
+    #[serde(default)]
+    leaving: bool,
+    #[serde(default)]
+    node_uid: Option<String>,
+}
+
+impl FormerPool {
+    fn grant(&self) -> Grant {
+        let state = if self.leaving { GrantState::Draining } else { GrantState::Active };
+        Grant { state, node_uid: self.node_uid.clone(), ..Grant::new(IpNet::V4(self.pod_cidr)) }
+    }
+}
+
+/// What was known last.
 pub struct Seeded {
     /// The nodes of the cluster.
     pub peers: Arc<Table<String, PeerRow>>,
-    /// Where this node's pods get their addresses from.
-    pub pool: Arc<Table<(), PoolRow>>,
-    /// What of `pool` is on disk.
-    pub remembered: Arc<Table<(), PoolRow>>,
+    /// A pod CIDR that could not be moved to the lease records: `node.json` goes on holding it.
+    former: Option<FormerPool>,
 }
 
-/// The tables, holding what was known last. They count as synced then: routes and exclusions that follow from them are
-/// those that the kernel has already.
+/// The nodes of the cluster as they were known last. They count as synced then: routes and exclusions that follow from them
+/// are those that the kernel has already.
+///
+/// The pod CIDR of a file of format 1 becomes a lease record, unless the records have one.
 #[must_use]
-pub fn tables(state: &StateDir, findings: &Findings) -> Seeded {
-    let (peers, pool, on_disk) = (Table::new("peers"), Table::new("pool"), Table::new("remembered-pool"));
+pub fn tables(state: &StateDir, findings: &Findings, records: &mut Vec<Record>, store: &mut dyn LeaseStore) -> Seeded {
+    let peers = Table::new("peers");
     let (remembered, set_aside) = state.read::<Remembered>(NODE, Some(FORMAT));
     findings.add(STATE, set_aside.as_ref().map(unreadable));
+    let mut former = None;
     if let Some(remembered) = remembered {
-        tracing::info!(block = ?remembered.pool.as_ref().map(|row| row.pod_cidr), nodes = remembered.peers.len(), "serving from what was known last");
+        tracing::info!(nodes = remembered.peers.len(), "serving from what was known last");
         peers.publish(remembered.peers.to_map());
-        if let Some(row) = remembered.pool {
-            on_disk.publish(BTreeMap::from([((), row.clone())]));
-            pool.publish(BTreeMap::from([((), row)]));
+        let has_grant = records.iter().any(|record| matches!(record, Record::Grant(_)));
+        former = remembered.pool.filter(|_| !has_grant);
+    }
+    if let Some(pool) = &former {
+        let record = Record::Grant(pool.grant());
+        let written = store.write(&Change::Put(record.clone()));
+        records.push(record);
+        match written {
+            Ok(()) => former = None,
+            Err(reason) => {
+                tracing::warn!(
+                    reason,
+                    "the pod CIDR of node.json is not among the lease records yet; the next start moves it"
+                );
+            }
         }
     }
-    Seeded { peers: Arc::new(peers), pool: Arc::new(pool), remembered: Arc::new(on_disk) }
+    Seeded { peers: Arc::new(peers), former }
 }
 
 /// Source of findings about state files.
@@ -79,36 +116,30 @@ const DISK_RETRY: Duration = Duration::from_secs(5);
 /// Name of the wait for a disk that refuses.
 pub const WAIT: &str = "node state on disk";
 
-/// Keeps the files equal to the tables until dropped, and says in `remembered` which pool is there. A disk that refuses
-/// is tried again.
+/// Keeps the files equal to the tables until dropped. A disk that refuses is tried again.
 pub async fn run(
     state: StateDir,
-    mut peers: Reader<String, PeerRow>,
-    mut pool: Reader<(), PoolRow>,
+    Seeded { peers, former }: Seeded,
     mut last_good: Reader<(), Option<ConfigFile>>,
-    remembered: Arc<Table<(), PoolRow>>,
     waits: Waits,
 ) {
+    let mut peers = peers.reader();
     let mut written = None;
     let mut written_list = 0;
     loop {
         let mut refused = false;
-        let now = Remembered {
-            format: FORMAT,
-            pool: pool.snapshot().rows.get(&()).cloned(),
-            peers: peers.snapshot().rows.clone(),
-        };
+        let version = Version::new(FORMAT, FORMAT);
+        let now = Remembered { version, pool: former.clone(), peers: peers.snapshot().rows.clone() };
         if written.as_ref() != Some(&now) && (now.pool.is_some() || !now.peers.is_empty()) {
             match state.write(NODE, &now) {
                 Ok(()) => {
-                    remembered.publish(now.pool.clone().map(|row| ((), row)).into_iter().collect());
                     waits.end(WAIT);
                     written = Some(now);
                 }
                 Err(error) => {
                     refused = true;
                     tracing::error!(%error, "what a restart without API server needs is not on disk");
-                    let reason = format!("{error}; no address of a pod CIDR that is not on disk is given");
+                    let reason = format!("{error}; a restart without the API server would begin with older nodes");
                     waits.begin(WAIT, reason, Some(DISK_RETRY));
                 }
             }
@@ -123,18 +154,69 @@ pub async fn run(
                 }
             }
         }
-        // What addresses are given from is waited for.
-        tokio::select! {
-            biased;
-            () = pool.changed() => continue,
-            () = tokio::time::sleep(PAUSE) => {}
-        }
+        tokio::time::sleep(PAUSE).await;
         tokio::select! {
             biased;
             () = peers.changed() => {}
-            () = pool.changed() => {}
             () = last_good.changed() => {}
             () = tokio::time::sleep(DISK_RETRY), if refused => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::Clock;
+
+    #[derive(Default)]
+    struct Store {
+        written: Vec<Change>,
+        refuses: bool,
+    }
+
+    impl LeaseStore for Store {
+        fn write(&mut self, change: &Change) -> Result<(), String> {
+            if self.refuses {
+                return Err("no space".to_owned());
+            }
+            self.written.push(change.clone());
+            Ok(())
+        }
+    }
+
+    const FORMER: &str = r#"{"format":1,"pool":{"pod_cidr":"10.33.0.0/26","blocked":null,"leaving":false,"node_uid":"u1"},
+        "peers":{"b":{"internal_ips":["192.168.7.2"],"router":null,"pod_cidrs":["10.33.0.64/26"]}}}"#;
+
+    #[tokio::test(start_paused = true)]
+    async fn the_pod_cidr_of_the_former_format_becomes_a_record_before_it_leaves_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = StateDir::open(dir.path()).unwrap();
+        let findings = Findings::new(Clock::system());
+        std::fs::write(dir.path().join(NODE), FORMER).unwrap();
+        let mut store = Store { refuses: true, ..Store::default() };
+        let run = async |seeded: Seeded| {
+            let last_good = Table::new("last-good");
+            let run = run(state.clone(), seeded, last_good.reader(), Waits::new(Clock::system()));
+            let _ = tokio::time::timeout(Duration::from_secs(2), run).await;
+        };
+        for refuses in [true, false] {
+            store.refuses = refuses;
+            let mut records = Vec::new();
+            let seeded = tables(&state, &findings, &mut records, &mut store);
+            let [Record::Grant(grant)] = &records[..] else { panic!("{records:?}") };
+            assert_eq!((grant.net.to_string().as_str(), grant.node_uid.as_deref()), ("10.33.0.0/26", Some("u1")));
+            assert_eq!(seeded.peers.snapshot().rows.len(), 1);
+            assert_eq!(store.written.len(), usize::from(!refuses));
+            run(seeded).await;
+            let text = std::fs::read_to_string(dir.path().join(NODE)).unwrap();
+            assert_eq!(text.contains("10.33.0.0/26"), refuses, "{text}");
+            assert!(text.contains("10.33.0.64/26"));
+        }
+        // A record that is there counts.
+        std::fs::write(dir.path().join(NODE), FORMER).unwrap();
+        let mut records = vec![Record::Grant(Grant::new("10.44.0.0/26".parse().unwrap()))];
+        drop(tables(&state, &findings, &mut records, &mut store));
+        assert_eq!((records.len(), store.written.len()), (1, 1));
     }
 }

@@ -8,6 +8,7 @@ use crate::tables::rows::{NetworkRow, RouteTarget};
 use cistern_core::masquerade::plan::{AttachmentEntry, DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
 use futures::future::BoxFuture;
 use ipnet::Ipv4Net;
+use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
@@ -49,6 +50,8 @@ pub struct DatapathTargets {
     pub endpoints: Target<Ipv4Addr, EndpointEntry>,
     /// The same map, for the one pod that is being confirmed.
     pub endpoint_map: Box<dyn EndpointMap>,
+    /// The pods that the map had at the start.
+    pub known_endpoints: BTreeMap<Ipv4Addr, EndpointEntry>,
     /// Egress devices and their addresses.
     pub devices: Target<u32, DeviceEntry>,
     /// Node-wide settings.

@@ -2,7 +2,6 @@
 //! No I/O.
 
 pub mod ipam_cluster;
-pub mod ipam_node;
 pub mod masquerade;
 pub mod node;
 pub mod notices;

@@ -2,7 +2,7 @@
 
 use crate::tables::rows::{NetworkRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow};
 use crate::tables::{Reader, Table, Waits};
-use cistern_core::ipam::node::host_scope;
+use cistern_core::ipam::node::{CiliumNodeIntent, kubernetes};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
@@ -14,31 +14,28 @@ const WAIT: &str = "own CiliumNode";
 pub struct Inputs {
     /// Name of this node.
     pub node: String,
-    /// Whether the object's blocks are this agent's to write.
-    pub mirror: bool,
     /// The Nodes.
     pub nodes: Reader<String, NodeRow>,
     /// Devices of this node.
     pub network: Reader<(), NetworkRow>,
     /// The router address.
     pub router: Reader<Ipv4Addr, ()>,
-    /// Where this node's pods get their addresses from, as it is on disk: what a crash would undo is not told.
-    pub pool: Reader<(), PoolRow>,
+    /// What the IPAM mode writes.
+    pub intent: Reader<(), CiliumNodeIntent>,
 }
 
-/// Follows the Node, the router address and the pool, and publishes the desired object under the node's name. Without a
+/// Follows the Node, the router address and what the IPAM mode writes, and publishes the desired object under the node's name. Without a
 /// Node there is none: made for a node that is being taken away, it would belong to nobody, and keep its block for ever.
 pub async fn run(inputs: Inputs, desired: Arc<Table<String, OwnCiliumNode>>, waits: Waits) {
-    let Inputs { node, mirror, mut nodes, mut network, mut router, mut pool } = inputs;
+    let Inputs { node, mut nodes, mut network, mut router, mut intent } = inputs;
     loop {
         let nodes_now = nodes.synced().await;
         let network_now = network.synced().await;
         let router_now = router.snapshot();
-        let pool_now = pool.snapshot();
+        let intent_now = intent.snapshot();
         let planned = nodes_now.rows.get(&node).map(|row| {
             let router = router_now.rows.keys().next().copied();
-            let pool = pool_now.rows.get(&()).filter(|_| mirror);
-            (node.clone(), plan(&node, row, network_now.rows.get(&()), router, pool))
+            (node.clone(), plan(&node, row, network_now.rows.get(&()), router, intent_now.rows.get(&())))
         });
         match planned {
             Some(_) => waits.end(WAIT),
@@ -54,7 +51,7 @@ pub async fn run(inputs: Inputs, desired: Arc<Table<String, OwnCiliumNode>>, wai
             () = nodes.changed() => {}
             () = network.changed() => {}
             () = router.changed() => {}
-            () = pool.changed() => {}
+            () = intent.changed() => {}
         }
     }
 }
@@ -69,8 +66,9 @@ pub async fn annotate(
     loop {
         let pool_now = pool.synced().await;
         let router_now = router.snapshot().rows.keys().next().copied();
-        let annotations = pool_now.rows.get(&()).zip(router_now);
-        let annotations = annotations.map(|(row, router)| host_scope::annotations(row.pod_cidr, router));
+        let on_disk = pool_now.rows.get(&()).filter(|row| row.on_disk);
+        let annotations = on_disk.zip(router_now);
+        let annotations = annotations.map(|(row, router)| kubernetes::annotations(row.pod_cidr, router));
         desired.publish(annotations.map(|annotations| (node.clone(), annotations)).into_iter().collect());
         tokio::select! {
             () = router.changed() => {}
@@ -86,7 +84,7 @@ fn plan(
     node: &NodeRow,
     network: Option<&NetworkRow>,
     router: Option<Ipv4Addr>,
-    mirrored: Option<&PoolRow>,
+    intent: Option<&CiliumNodeIntent>,
 ) -> OwnCiliumNode {
     let mut addresses: Vec<NodeAddress> = node.addresses.clone();
     if !addresses.iter().any(|address| address.kind == "InternalIP")
@@ -97,11 +95,7 @@ fn plan(
     if let Some(router) = router {
         addresses.push(NodeAddress { kind: "CiliumInternalIP".to_owned(), ip: IpAddr::V4(router) });
     }
-    OwnCiliumNode {
-        addresses,
-        owner: Some((name.to_owned(), node.uid.clone())),
-        pod_cidrs: mirrored.map(|pool| vec![pool.pod_cidr]),
-    }
+    OwnCiliumNode { addresses, owner: Some((name.to_owned(), node.uid.clone())), intent: intent.cloned() }
 }
 
 /// The first IPv4 address of the device that the default route leaves by, else of the first device that has one.

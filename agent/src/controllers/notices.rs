@@ -4,6 +4,7 @@ use crate::tables::findings::{FindingKey, FindingRow};
 use crate::tables::notices::{Notices, Reason};
 use crate::tables::rows::{CiliumNodeRow, PoolRow, Wait};
 use crate::tables::{Reader, Rows};
+use cistern_core::ipam::node::POD_CIDR_WAIT;
 use cistern_core::ipam::verdict::Code;
 use jiff::Timestamp;
 use std::collections::BTreeSet;
@@ -41,7 +42,7 @@ pub async fn node(
             notices.publish(&node, event, format!("{reason} {subject}: {}", row.message));
         }
         told = found.rows.keys().cloned().collect();
-        let wait = waits.snapshot().rows.get(super::ipam_node::WAIT).cloned();
+        let wait = waits.snapshot().rows.get(POD_CIDR_WAIT).cloned();
         // A pod CIDR that is there and blocked has its own notice.
         let wait = wait.filter(|_| before.is_none());
         waiting = wait.as_ref().map(|wait| match waiting {
@@ -169,13 +170,13 @@ mod tests {
             None,
             notices.clone(),
         ));
-        waits.begin(super::super::ipam_node::WAIT, "no block yet", None);
+        waits.begin(POD_CIDR_WAIT, "no block yet", None);
         tokio::time::sleep(SHORT_WAIT / 2).await;
         assert_eq!(count(), None);
         tokio::time::sleep(SHORT_WAIT * 20).await;
         assert_eq!(count(), Some(1));
         table.publish(BTreeMap::from([((), pool("10.1.0.0/24", None))]));
-        waits.end(super::super::ipam_node::WAIT);
+        waits.end(POD_CIDR_WAIT);
         tokio::time::sleep(SHORT_WAIT).await;
         assert!(notices.reader().peek().rows.contains_key(&("n".to_owned(), Reason::PodCidrReceived)));
         assert_eq!(count(), Some(1));

@@ -46,7 +46,8 @@ pub async fn run(
         let peers_now = peers.synced().await;
         let network_now = network.synced().await;
         let pool_now = pool.snapshot();
-        if let Some(network_row) = network_now.rows.get(&()) {
+        // Without the pod CIDR, which may only not be known yet, routes would be removed that pods need.
+        if let Some(network_row) = network_now.rows.get(&()).filter(|_| pool_now.synced) {
             let planned = plan(&Input {
                 node: &node,
                 direct,

@@ -3,11 +3,10 @@
 use super::written::Written;
 use super::{AGENT, KubernetesError, write};
 use crate::reconciler::Operations;
-use crate::tables::rows::{CiliumNodeRow, HeldRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow, lists_of};
-use crate::tables::{Snapshot, Watched};
+use crate::tables::rows::{CiliumNodeRow, NodeAddress, OwnCiliumNode};
+use crate::tables::{Reader, Watched};
 use cistern_core::ipam::node::cluster_pool::{self, List};
 use cistern_crds::CiliumNode;
-use ipnet::Ipv4Net;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::{Api, Client};
 use serde_json::{Map, Value, json};
@@ -18,28 +17,13 @@ use tokio::time::Instant;
 
 const KIND: &str = "CiliumNode";
 
-/// What the agent's own object follows from, beside what it shall say.
-#[derive(Debug)]
-pub struct Sources {
-    /// The CiliumNodes.
-    pub seen: Watched<String, CiliumNodeRow>,
-    /// This node's Node.
-    pub nodes: Watched<String, NodeRow>,
-    /// Where this node's pods get their addresses from.
-    pub pool: Watched<(), PoolRow>,
-    /// What of `pool` is on disk.
-    pub remembered: Watched<(), PoolRow>,
-    /// Whether anybody holds an address of this node.
-    pub held: Watched<(), HeldRow>,
-}
-
 /// The agent's own object.
 #[derive(Debug)]
 pub struct OwnNode {
     api: Api<CiliumNode>,
     name: String,
-    sources: Sources,
-    mirror: bool,
+    /// The CiliumNodes.
+    seen: Watched<String, CiliumNodeRow>,
     past: Mutex<Past>,
 }
 
@@ -65,48 +49,15 @@ fn too_soon(after: Option<Instant>) -> Option<Duration> {
 }
 
 impl OwnNode {
-    /// Writes the object `name`. One that is made anew, or that does not list what pods have addresses of, claims the
-    /// block of the pool (`ipam` decision 11): whoever gives blocks may not know of it any more. With `mirror` the object's
-    /// block is kept equal to that one.
+    /// Writes the object `name`, as it is wanted. What is wanted of its list of pod CIDRs was planned from a version of the
+    /// object, and is written over no other.
     #[must_use]
-    pub fn new(client: Client, name: String, sources: Sources, mirror: bool) -> Self {
-        Self { api: Api::all(client), name, sources, mirror, past: Mutex::default() }
+    pub fn new(client: Client, name: String, seen: Reader<String, CiliumNodeRow>) -> Self {
+        Self { api: Api::all(client), name, seen: seen.into(), past: Mutex::default() }
     }
 
     fn past(&self) -> MutexGuard<'_, Past> {
         self.past.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// What the list of blocks has to become; none when it is as it shall be, or when it is not known yet what is served.
-    fn list(&self, snapshot: &Snapshot<String, CiliumNodeRow>) -> Option<List> {
-        let pool = self.sources.pool.peek();
-        let pool = pool.rows.get(&())?;
-        let row = snapshot.rows.get(&self.name);
-        let listed = row.map(|row| row.pod_cidrs.as_slice()).unwrap_or_default();
-        // What a crash would undo is not written: what is on disk must tell of it first.
-        let remembered = self.sources.remembered.peek();
-        let remembered = remembered.rows.get(&());
-        let is_served =
-            |block: Ipv4Net| [Some(pool), remembered].iter().all(|row| row.is_some_and(|row| row.pod_cidr == block));
-        if self.mirror {
-            let pod_cidrs = vec![pool.pod_cidr.to_string()];
-            return (listed != pod_cidrs && is_served(pool.pod_cidr)).then_some(List { pod_cidrs, claim: None });
-        }
-        // Whoever serves the block decides from the same rows, perhaps a moment later; what it has not done yet is not
-        // written.
-        let held = self.sources.held.peek();
-        let held = held.rows.get(&());
-        let nodes = self.sources.nodes.peek();
-        let node_uid = nodes.rows.get(&self.name).map(|row| row.uid.as_str());
-        let (served, lists) = (pool.served(), lists_of(&snapshot.rows));
-        let beyond = held.map(|held| held.beyond.as_slice());
-        let may_hold = HeldRow::may_hold(held, pool.pod_cidr);
-        let choice = cluster_pool::choose_among(&self.name, Some(&served), Some(lists), node_uid, may_hold, beyond);
-        let is_done = match choice.served {
-            Some(served) => is_served(served.block),
-            None => HeldRow::has_left(held, pool.pod_cidr) && remembered.is_none_or(|row| row.leaving),
-        };
-        choice.list.filter(|_| is_done)
     }
 }
 
@@ -124,23 +75,44 @@ impl Operations for OwnNode {
     type Error = KubernetesError;
 
     async fn update(&self, name: &String, value: &OwnCiliumNode) -> Result<(), KubernetesError> {
-        let snapshot = self.sources.seen.peek();
+        let snapshot = self.seen.peek();
+        let row = snapshot.rows.get(name);
         let mut metadata = Map::from_iter([("name".to_owned(), json!(name))]);
         // These rows may not tell yet of what was written last.
-        let pending = self.past().written.as_ref().is_some_and(|written| written.is_newer_than(&snapshot));
-        let list = if pending { None } else { self.list(&snapshot) };
+        let written = self
+            .past()
+            .written
+            .as_ref()
+            .filter(|written| written.is_newer_than(&snapshot))
+            .map(|written| written.value.clone());
+        let pending = written.is_some();
+        let planned_from = row.map(|row| row.resource_version.as_str());
+        let intent = value.intent.as_ref().filter(|intent| intent.planned_from.as_deref() == planned_from);
+        let list = intent.filter(|_| !pending).and_then(|intent| intent.list.as_ref());
+        let (known_addresses, known_owner) = match &written {
+            Some(value) => (Some(&value.addresses), value.owner.as_ref()),
+            None => (row.map(|row| &row.addresses), row.and_then(|row| row.owner.as_ref())),
+        };
         // Without a Node there is nothing to say about owners, and those that somebody else named stay.
+        let owner_differs = value.owner.is_some() && known_owner != value.owner.as_ref();
+        if known_addresses == Some(&value.addresses) && !owner_differs && list.is_none() {
+            return Ok(());
+        }
+        // The plan that knows that there is no object follows, and with it what the new one has to list from its beginning.
+        if row.is_none() && !pending && intent.is_none() {
+            return Ok(());
+        }
         if let Some(owner) = &value.owner {
             metadata.insert("ownerReferences".to_owned(), owner_references(owner));
         }
-        let has_claim = snapshot.rows.get(name).is_some_and(|row| row.claim.is_some());
-        if let Some(List { claim, .. }) = &list
+        let has_claim = row.is_some_and(|row| row.claim.is_some());
+        if let Some(List { claim, .. }) = list
             && (claim.is_some() || has_claim)
         {
             let claim = claim.map(|claim| claim.to_string());
             metadata.insert("annotations".to_owned(), json!({cluster_pool::CLAIM: claim}));
         }
-        let written = match snapshot.rows.get(name) {
+        let written = match row {
             // One that was made a moment ago and is not told of yet is there.
             None if !pending => {
                 if let Some(retry_after) = too_soon(self.past().made) {
@@ -150,7 +122,7 @@ impl Operations for OwnNode {
                     "apiVersion": "cilium.io/v2", "kind": KIND, "metadata": metadata,
                     "spec": {
                         "addresses": addresses(&value.addresses),
-                        "ipam": {"podCIDRs": list.map(|list| list.pod_cidrs).unwrap_or_default()},
+                        "ipam": {"podCIDRs": list.map(|list| list.pod_cidrs.as_slice()).unwrap_or_default()},
                     },
                 }))
                 .map_err(|source| KubernetesError::Call {
@@ -171,7 +143,7 @@ impl Operations for OwnNode {
                 let mut spec = Map::from_iter([("addresses".to_owned(), addresses(&value.addresses))]);
                 let lists = list.is_some();
                 if let (Some(list), Some(row)) = (list, row) {
-                    if !self.mirror {
+                    if intent.is_some_and(|intent| intent.contested) {
                         if let Some(retry_after) = too_soon(self.past().listed) {
                             return Err(KubernetesError::TooSoon { kind: KIND, name: name.clone(), retry_after });
                         }
@@ -199,11 +171,7 @@ impl Operations for OwnNode {
     }
 
     async fn observe(&self) -> Result<BTreeMap<String, OwnCiliumNode>, KubernetesError> {
-        let snapshot = self.sources.seen.synced().await;
-        // What changes after this moment is looked at again.
-        self.sources.pool.snapshot();
-        self.sources.remembered.snapshot();
-        self.sources.held.snapshot();
+        let snapshot = self.seen.synced().await;
         {
             let mut past = self.past();
             if let Some(written) = &past.written
@@ -213,31 +181,16 @@ impl Operations for OwnNode {
             }
             past.written = None;
         }
-        // A range that is not known yet takes nothing away.
-        let known = !self.sources.pool.peek().rows.is_empty();
-        let differs = self.list(&snapshot).is_some();
-        Ok(snapshot
-            .rows
-            .get(&self.name)
-            .map(|row| {
-                let value = OwnCiliumNode {
-                    addresses: row.addresses.clone(),
-                    owner: row.owner.clone(),
-                    pod_cidrs: (if self.mirror { known } else { differs })
-                        .then(|| cluster_pool::ipv4_blocks(&row.pod_cidrs).collect()),
-                };
-                (self.name.clone(), value)
-            })
-            .into_iter()
-            .collect())
+        // What is wanted of the list differs from it by definition: else nothing is wanted.
+        let value = |row: &CiliumNodeRow| OwnCiliumNode {
+            addresses: row.addresses.clone(),
+            owner: row.owner.clone(),
+            intent: None,
+        };
+        Ok(snapshot.rows.get(&self.name).map(|row| (self.name.clone(), value(row))).into_iter().collect())
     }
 
     async fn changed(&self) {
-        tokio::select! {
-            () = self.sources.seen.changed() => {}
-            () = self.sources.pool.changed() => {}
-            () = self.sources.remembered.changed() => {}
-            () = self.sources.held.changed() => {}
-        }
+        self.seen.changed().await;
     }
 }

@@ -183,7 +183,14 @@ impl Writer {
         let written = match outcome {
             Ok(()) => {
                 metrics::event(reason, "written");
-                done(if *step == Step::Create { NOTE_INTERVAL } else { SERIES_INTERVAL })
+                match step {
+                    // It says "once", however often it had happened by then: the count follows.
+                    Step::Create => {
+                        let once = Notice { count: 1, ..notice.clone() };
+                        Written { notice: Some(once), ..done(NOTE_INTERVAL) }
+                    }
+                    Step::Count => done(SERIES_INTERVAL),
+                }
             }
             // Events go by themselves after an hour: the next time is a new one.
             Err(error) if error.is_not_found() && *step == Step::Count => {

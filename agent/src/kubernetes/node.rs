@@ -4,7 +4,7 @@ use super::{AGENT, KubernetesError, write};
 use crate::reconciler::Operations;
 use crate::tables::rows::NodeRow;
 use crate::tables::{Reader, Watched};
-use cistern_core::ipam::node::host_scope;
+use cistern_core::ipam::node::kubernetes;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
@@ -45,7 +45,7 @@ impl Operations for Annotations {
     async fn observe(&self) -> Result<BTreeMap<String, BTreeMap<String, String>>, KubernetesError> {
         let seen = self.seen.synced().await;
         let ours = |row: &NodeRow| {
-            let found = row.annotations.iter().filter(|(key, _)| host_scope::is_written(key));
+            let found = row.annotations.iter().filter(|(key, _)| kubernetes::is_written(key));
             found.map(|(key, value)| (key.clone(), value.clone())).collect()
         };
         Ok(seen.rows.iter().map(|(name, row)| (name.clone(), ours(row))).collect())

@@ -4,7 +4,7 @@ use super::node_condition;
 use super::watch::{View, ViewError};
 use crate::tables::rows::{CiliumNodeRow, NodeAddress, NodeCondition, NodeRow};
 use cistern_core::ipam::node::cluster_pool::CLAIM;
-use cistern_core::ipam::node::host_scope::is_network_annotation;
+use cistern_core::ipam::node::kubernetes::is_network_annotation;
 use cistern_core::ipam::verdict::{self, Standing};
 use cistern_core::uninstall;
 use cistern_crds::CiliumNode;

@@ -32,7 +32,8 @@ impl Task {
             self.forget(&lease);
         }
         self.owed.extend(changes);
-        for link in audited.left_over {
+        // What a namespace that exists is connected by may be a pod's whose records and routes are lost.
+        for link in audited.left_over.into_iter().filter(|link| !self.parts.host.is_in_use(link)).collect::<Vec<_>>() {
             match self.parts.host.remove_device(&link) {
                 Ok(()) => tracing::warn!(device = link, "device removed by the audit: it led to no pod"),
                 Err(reason) => tracing::warn!(device = link, reason, "device not removed; the next audit tries again"),

@@ -19,7 +19,7 @@ impl Task {
         let host = &self.parts.host;
         let may_live = |netns: &str| host.namespace(netns) != Namespace::Gone;
         let outcome = self.leases.add(request, may_live, now, draw);
-        let answer = self.durable(outcome).and_then(|answer| Ok(answer?)).map_err(|error| self.with_wall_clock(error));
+        let answer = self.durable(outcome).map_err(|error| self.with_wall_clock(error));
         // A superseded lease leaves the datapath, and the first ADD may have chosen the router.
         self.publish();
         answer
@@ -43,17 +43,17 @@ impl Task {
             map.insert(address, entry).map_err(|reason| EndpointError::Datapath { address, reason })?;
         }
         let outcome = self.leases.confirm(attachment, generation, interface, began, now);
-        let answer = self.durable(outcome).and_then(|answer| Ok(answer.map(|_| ())?));
+        let answer = self.durable(outcome).map(drop);
         self.publish();
         answer
     }
 
     pub(super) fn del(
         &mut self,
-        attachment: Attachment,
+        attachment: &Attachment,
         began: Option<Moment>,
     ) -> Result<Option<PodLease>, EndpointError> {
-        let outcome = self.leases.del(&attachment, began, self.parts.clock.now());
+        let outcome = self.leases.del(attachment, began, self.parts.clock.now());
         if let Some(lease) = &outcome.answer {
             self.forget(lease);
         }
@@ -85,7 +85,7 @@ impl Task {
     pub(super) fn allocate(&mut self, request: OwnerRequest) -> Result<Vec<OwnerLease>, EndpointError> {
         let (now, draw) = (self.parts.clock.now(), (self.parts.draw)());
         let outcome = self.leases.allocate_for_owner(request, now, draw);
-        let answer = self.durable(outcome).and_then(|answer| Ok(answer?));
+        let answer = self.durable(outcome);
         self.publish();
         answer
     }
@@ -97,21 +97,21 @@ impl Task {
         pool: &str,
     ) -> Result<OwnerLease, EndpointError> {
         let outcome = self.leases.allocate_address_for_owner(address, owner, pool, self.parts.clock.now());
-        let answer = self.durable(outcome).and_then(|answer| Ok(answer?)).map_err(|error| self.with_wall_clock(error));
+        let answer = self.durable(outcome).map_err(|error| self.with_wall_clock(error));
         self.publish();
         answer
     }
 
-    pub(super) fn release(&mut self, address: IpAddr, pool: String) -> Result<OwnerLease, EndpointError> {
-        let outcome = self.leases.release_for_owner(address, &pool, self.parts.clock.now());
-        let answer = self.given_back(outcome, |_| vec![RecordKey::Owner(pool.clone(), address)]);
+    pub(super) fn release(&mut self, address: IpAddr, pool: &str) -> Result<OwnerLease, EndpointError> {
+        let outcome = self.leases.release_for_owner(address, pool, self.parts.clock.now());
+        let answer = self.given_back(outcome, |_| vec![RecordKey::Owner(pool.to_owned(), address)]);
         self.publish();
         answer.and_then(|answer| Ok(answer?))
     }
 
     pub(super) fn stop_expiration(&mut self, address: IpAddr, pool: &str, uuid: &str) -> Result<(), EndpointError> {
         let outcome = self.leases.stop_expiration(address, pool, uuid, self.parts.clock.now());
-        let answer = self.durable(outcome).and_then(|answer| Ok(answer?));
+        let answer = self.durable(outcome);
         self.publish();
         answer
     }

@@ -62,7 +62,7 @@ impl Endpoints {
     /// # Errors
     /// See [`EndpointError`].
     pub async fn del(&self, attachment: Attachment, began: Option<Moment>) -> Result<Option<PodLease>, EndpointError> {
-        self.ask(|task| task.del(attachment, began)).await
+        self.ask(move |task| task.del(&attachment, began)).await
     }
 
     /// See [`cistern_core::ipam::lease::Leases::collect`]. Answers the leases that ended.
@@ -107,7 +107,7 @@ impl Endpoints {
     /// # Errors
     /// See [`EndpointError`].
     pub async fn release(&self, address: IpAddr, pool: String) -> Result<OwnerLease, EndpointError> {
-        self.ask(move |task| task.release(address, pool)).await
+        self.ask(move |task| task.release(address, &pool)).await
     }
 
     /// See [`cistern_core::ipam::lease::Leases::stop_expiration`].

@@ -26,18 +26,21 @@ mod supply;
 mod task;
 
 pub use handle::{Endpoints, expiration_ids, family};
+pub use task::WAIT;
 
 use crate::clock::Clock;
 use crate::tables::findings::Findings;
-use crate::tables::rows::{HeldRow, NetworkRow, NodeRow, PeerRow, PoolRow};
+use crate::tables::rows::{CiliumNodeRow, NetworkRow, NodeRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{
     AddError, Attachment, Change, ConfirmError, OwnerError, Record, RecordTimes, Row, Timings,
 };
-use cistern_core::ipam::node::pod_cidr::{Addresses, Usage};
+use cistern_core::ipam::node::pod_cidr::Addresses;
+use cistern_core::ipam::node::{CiliumNodeIntent, NodeMode};
+use cistern_core::ipam::supply::PoolUsage;
 use cistern_core::masquerade::plan::EndpointEntry;
-use ipnet::IpNet;
+use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -62,6 +65,9 @@ pub trait Host: Send {
 
     /// Name of the host side of an attachment's pair.
     fn host_side(&self, attachment: &Attachment) -> String;
+
+    /// Whether the other side of a pair is in a namespace that exists. One that cannot be looked at is.
+    fn is_in_use(&self, device: &str) -> bool;
 
     /// Removes a device by name; removing the absent succeeds.
     ///
@@ -121,7 +127,7 @@ pub struct View {
     /// Addresses that are not free.
     pub rows: Vec<Row>,
     /// Counts by pod CIDR.
-    pub usage: Vec<(IpNet, Usage)>,
+    pub usage: Vec<PoolUsage>,
     /// Router addresses.
     pub router: Addresses,
     /// Everything that was done is on disk.
@@ -134,6 +140,10 @@ pub struct Parts {
     pub node: String,
     /// Records from before.
     pub records: Vec<Record>,
+    /// Records are missing: some could not be read.
+    pub incomplete: bool,
+    /// The pods that the datapath knew at the start.
+    pub known_endpoints: BTreeMap<Ipv4Addr, EndpointEntry>,
     /// How long things wait.
     pub timings: Timings,
     /// `local-router-ipv4`
@@ -150,11 +160,10 @@ pub struct Parts {
     pub store: Box<dyn LeaseStore>,
     /// Where the kernel programs look pods up; none without a datapath.
     pub map: Option<Box<dyn EndpointMap>>,
-    /// Where this node's pods get their addresses from.
-    pub pool: Reader<(), PoolRow>,
-    /// The pod CIDR that a restart would begin with. No address of another one is given: after a crash nobody would know
-    /// that pods have addresses of it.
-    pub remembered: Reader<(), PoolRow>,
+    /// The IPAM mode.
+    pub mode: Box<dyn NodeMode>,
+    /// Every CiliumNode, as the API server lists it.
+    pub cilium_nodes: Reader<String, CiliumNodeRow>,
     /// Devices of this node: their addresses are given to no pod.
     pub network: Reader<(), NetworkRow>,
     /// Every node of the cluster: this node's own row names the router address that was published.
@@ -165,8 +174,10 @@ pub struct Parts {
     pub router: Arc<Table<Ipv4Addr, ()>>,
     /// Gets the pods whose interface exists.
     pub endpoints: Arc<Table<Ipv4Addr, EndpointEntry>>,
-    /// Gets whether anybody holds an address, and where a new one would come from.
-    pub held: Arc<Table<(), HeldRow>>,
+    /// Gets where this node's pods get their addresses from.
+    pub pool: Arc<Table<(), PoolRow>>,
+    /// Gets what is to be written to this node's CiliumNode.
+    pub intent: Arc<Table<(), CiliumNodeIntent>>,
     /// What is waited for: here, a disk that refuses.
     pub waits: Waits,
     /// What the audit finds.

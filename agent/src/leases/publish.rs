@@ -1,11 +1,13 @@
 //! The tables that follow from the leases.
 
 use super::task::Task;
-use crate::tables::rows::HeldRow;
-use cistern_core::ipam::lease::{Behind, LeaseState, PodLease};
+use crate::tables::rows::PoolRow;
+use cistern_core::ip::Family;
+use cistern_core::ipam::lease::{Behind, DEFAULT_POOL, LeaseState, PodLease};
+use cistern_core::ipam::supply::GrantState;
 use cistern_core::masquerade::plan::EndpointEntry;
-use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, Ipv4Addr};
+use ipnet::IpNet;
+use std::collections::BTreeMap;
 
 impl Task {
     /// The kernel forgets the pod before its address can be given to another.
@@ -20,27 +22,45 @@ impl Task {
 
     /// Publishes what others follow.
     pub(super) fn publish(&self) {
-        // Others would write down an address that a restart may undo; until then the former one stays.
-        if self.on_disk {
-            let router = self.leases.router().ipv4.map(|address| (address, ())).into_iter().collect();
-            self.parts.router.publish(router);
+        let network = self.parts.network.peek();
+        let owes_grant = self.owes_grant();
+        let is_known = self.plan.as_ref().is_some_and(|plan| plan.supply.is_some());
+        let supply = self.leases.supply();
+        let served = supply.served(DEFAULT_POOL, Family::Ipv4);
+        let pool = served.and_then(|grant| match grant.net {
+            IpNet::V4(pod_cidr) => Some(PoolRow {
+                pod_cidr,
+                blocked: supply.blocked(DEFAULT_POOL, Family::Ipv4).map(str::to_owned),
+                leaving: grant.state == GrantState::Draining,
+                on_disk: !owes_grant,
+            }),
+            IpNet::V6(_) => None,
+        });
+        if pool.is_some() || is_known {
+            self.parts.pool.publish(pool.map(|row| ((), row)).into_iter().collect());
+        }
+        // Others would write down what a restart may undo; until it is on disk they keep what was there.
+        if !owes_grant {
+            let intent = self.plan.as_ref().and_then(|plan| plan.write.clone());
+            self.parts.intent.publish(intent.map(|intent| ((), intent)).into_iter().collect());
+            if let Some(router) = self.leases.router().ipv4 {
+                self.parts.router.publish(BTreeMap::from([(router, ())]));
+            } else if is_known && network.synced {
+                // Records may have been lost: what a pod routes by is not taken from it.
+                let routers = network.rows.get(&()).map(|row| self.routers_of_pods(row)).unwrap_or_default();
+                self.parts.router.publish(routers.into_iter().map(|router| (router, ())).collect());
+            }
         }
         // Nothing is taken out of the datapath before it is known which pods there are without a record.
-        if !self.parts.network.peek().synced {
+        if !network.synced {
             return;
         }
         let unrecorded = self.unrecorded();
-        let held = self.leases.held().filter_map(|address| match address {
-            IpAddr::V4(address) => Some(address),
-            IpAddr::V6(_) => None,
+        // Its flows go on: they belong to the generation that the datapath knows it by.
+        let unrecorded = unrecorded.into_iter().map(|(address, (_, ifindex))| {
+            let known = self.parts.known_endpoints.get(&address).filter(|known| known.ifindex == ifindex);
+            (address, known.copied().unwrap_or_else(|| entry(ifindex, 0)))
         });
-        let held: BTreeSet<Ipv4Addr> = held.chain(unrecorded.keys().copied()).collect();
-        let (pod_cidr, leaving) = self.pool.unzip();
-        let (within, beyond): (Vec<_>, Vec<_>) =
-            held.into_iter().partition(|address| pod_cidr.is_some_and(|pod_cidr| pod_cidr.contains(address)));
-        let leaving = leaving.unwrap_or_default();
-        self.parts.held.publish(BTreeMap::from([((), HeldRow { pod_cidr, any: !within.is_empty(), leaving, beyond })]));
-        let unrecorded = unrecorded.into_iter().map(|(address, (_, ifindex))| (address, entry(ifindex, 0)));
         let leased = self.leases.pods().filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
             (LeaseState::Confirmed { interface, .. }, Some(address)) => {
                 Some((address, endpoint(interface, lease.generation)?))

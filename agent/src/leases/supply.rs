@@ -1,14 +1,18 @@
-//! What may be allocated, from the tables.
+//! What may be allocated: the mode's plan, from the tables and from what is granted and held now.
 
 use super::task::Task;
-use crate::tables::Rows;
-use crate::tables::rows::NetworkRow;
+use crate::tables::findings::Found;
+use crate::tables::rows::{CiliumNodeRow, NetworkRow};
+use cistern_core::ip::{Family, overlaps};
 use cistern_core::ipam::audit::{self, HostLink};
-use cistern_core::ipam::lease::{Behind, Exclusion, LeaseState, Network, Outcome};
-use cistern_core::ipam::node::host_scope;
-use cistern_core::ipam::node::pod_cidr::Addresses;
+use cistern_core::ipam::lease::{
+    Accepted, Behind, DEFAULT_POOL, Exclusion, LeaseState, Outcome, RecordKey, Surroundings,
+};
+use cistern_core::ipam::node::pod_cidr::{Addresses, contested};
+use cistern_core::ipam::node::{CiliumNodeFacts, Held, NodeFacts, NodeInput, NodePlan, Observed, kubernetes};
+use ipnet::IpNet;
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 
 /// Host sides of pods' pairs, with the address that is routed to each.
 fn host_links(network: &NetworkRow) -> BTreeMap<String, HostLink> {
@@ -23,43 +27,154 @@ fn host_links(network: &NetworkRow) -> BTreeMap<String, HostLink> {
 
 const NETWORK_UNKNOWN: &str = "the devices and routes of this node are not known yet";
 
+/// A plan that was taken over is made again from what it changed. One that does not come to rest is a defect of the mode,
+/// and must not stop everything else.
+const PLANS: u8 = 4;
+
 impl Task {
-    pub(super) fn network_changed(&mut self) {
-        let seen = self.parts.network.snapshot();
-        self.links = seen.rows.get(&()).map(host_links).unwrap_or_default();
-        let network = self.network(&seen.rows);
-        let pool = self.parts.pool.snapshot();
-        let pool = pool.rows.get(&());
-        let remembered = self.parts.remembered.snapshot().rows.get(&()).map(|row| row.pod_cidr);
-        self.on_disk = pool.is_none_or(|row| remembered == Some(row.pod_cidr));
-        let not_yet = pool.and_then(|row| {
-            let block = row.pod_cidr;
-            if row.leaving {
-                Some(format!("{block} is being left for another pod CIDR"))
-            } else {
-                (!self.on_disk).then(|| format!("{block} is not on disk yet"))
+    /// Plans with what the tables say and with what is held, takes the plan over, and publishes what follows.
+    pub(super) fn resupply(&mut self) {
+        let network = self.parts.network.snapshot();
+        self.links = network.rows.get(&()).map(host_links).unwrap_or_default();
+        let ready = self.parts.peers.snapshot().synced && network.synced;
+        self.parts.nodes.snapshot();
+        self.parts.cilium_nodes.snapshot();
+        let empty = NetworkRow::default();
+        let seen = network.rows.get(&()).unwrap_or(&empty);
+        // Before the kernel was seen nothing is chosen: records may be lost that it can replace, such as the router's.
+        for _ in 0..if network.synced { PLANS } else { 0 } {
+            let before = self.leases.supply().clone();
+            self.planned_held = self.held_now();
+            if ready {
+                self.plan = Some(self.plan(seen));
             }
-        });
-        let blocked = pool.and_then(|row| row.blocked.clone()).or(not_yet);
-        self.pool = pool.map(|row| (row.pod_cidr, row.leaving));
-        self.leases.hold_back(blocked.or_else(|| (!seen.synced).then(|| NETWORK_UNKNOWN.to_owned())));
-        let draw = (self.parts.draw)();
-        let Outcome { answer, changes } = self.leases.set_network(network, self.parts.clock.now(), draw);
-        for finding in answer {
-            tracing::warn!(reason = %finding, "finding about pod leases");
+            let planned = self.plan.as_ref().and_then(|plan| plan.supply.clone());
+            let (surroundings, draw) = (self.surroundings(seen), (self.parts.draw)());
+            let supply = planned.unwrap_or_else(|| before.clone());
+            let Outcome { answer, changes } =
+                self.leases.set_supply(supply, surroundings, self.parts.clock.now(), draw);
+            let Accepted { findings, still_held } = answer;
+            for finding in findings {
+                tracing::warn!(reason = %finding, "finding about pod leases");
+            }
+            for net in still_held {
+                tracing::warn!(block = %net, "the pod CIDR stays until no address of it is held any more");
+            }
+            self.owed.extend(changes);
+            if *self.leases.supply() == before {
+                break;
+            }
+            self.log_change(before.served(DEFAULT_POOL, Family::Ipv4).map(|grant| grant.net));
         }
-        self.owed.extend(changes);
         let changes = self.leases.expire(self.parts.clock.now());
         self.owed.extend(changes);
         self.flush();
+        let reason = if network.synced {
+            let served = self.leases.supply().served(DEFAULT_POOL, Family::Ipv4).map(|grant| grant.net);
+            served.filter(|_| self.owes_grant()).map(|net| format!("{net} is not on disk yet"))
+        } else {
+            Some(NETWORK_UNKNOWN.to_owned())
+        };
+        self.leases.hold_back(reason);
+        self.report_plan();
         self.publish();
     }
 
-    /// What the node was given to hand out, as the tables say now.
-    fn network(&mut self, seen: &Rows<(), NetworkRow>) -> Network {
+    /// Plans again when other addresses are held than those that the last plan knew of.
+    pub(super) fn follow_held(&mut self) {
+        if self.planned_held != self.held_now() {
+            self.resupply();
+        }
+    }
+
+    /// Whether the disk refuses a pod CIDR.
+    pub(super) fn owes_grant(&self) -> bool {
+        self.owed.keys().any(|key| matches!(key, RecordKey::Grant(..)))
+    }
+
+    /// Everything that has an address of this node; none while pods without a record are not known.
+    fn held_now(&self) -> Option<BTreeSet<IpAddr>> {
+        if !self.parts.network.peek().synced {
+            return None;
+        }
+        Some(self.leases.held().chain(self.unrecorded().into_keys().map(IpAddr::V4)).collect())
+    }
+
+    fn plan(&self, network: &NetworkRow) -> NodePlan {
+        let name = &self.parts.node;
+        let (cilium_nodes, nodes) = (self.parts.cilium_nodes.peek(), self.parts.nodes.peek());
+        let peers = self.parts.peers.peek();
+        let cilium_node = match cilium_nodes.rows.get(name) {
+            _ if !cilium_nodes.synced => Observed::Unknown,
+            None => Observed::Absent,
+            Some(row) => {
+                Observed::Present(CiliumNodeFacts { resource_version: &row.resource_version, listed: row.listed() })
+            }
+        };
+        let kubernetes_node = match nodes.rows.get(name) {
+            _ if !nodes.synced => Observed::Unknown,
+            None => Observed::Absent,
+            Some(row) => {
+                Observed::Present(NodeFacts { uid: &row.uid, pod_cidrs: &row.pod_cidrs, annotations: &row.annotations })
+            }
+        };
+        let others = || cilium_nodes.rows.iter().filter(|(other, _)| *other != name);
+        let lists = |row: &CiliumNodeRow, net: &IpNet| {
+            row.pod_cidrs.iter().filter_map(|text| text.parse().ok()).any(|other: IpNet| overlaps(&other, net))
+        };
+        let of_peers = || {
+            let nets = peers.rows.iter().flat_map(|(peer, row)| row.pod_cidrs.iter().map(move |net| (peer, *net)));
+            nets.map(|(peer, net)| (peer.as_str(), IpNet::V4(net)))
+        };
+        let input = NodeInput {
+            node: name,
+            granted: self.leases.supply(),
+            held: Held(self.planned_held.as_ref()),
+            cilium_node,
+            kubernetes_node,
+            listed_elsewhere: &|net| cilium_nodes.synced && others().any(|(_, row)| lists(row, net)),
+            contested: &|net| contested(net, name, of_peers()),
+            overlapping: &|net| network.overlaps(&[*net]).into_iter().next(),
+        };
+        self.parts.mode.plan(&input, self.parts.wall.now())
+    }
+
+    fn log_change(&self, before: Option<IpNet>) {
+        let node = &self.parts.node;
+        match (before, self.leases.supply().served(DEFAULT_POOL, Family::Ipv4).map(|grant| grant.net)) {
+            (before, Some(block)) if before != Some(block) => {
+                tracing::info!(node, %block, "{}", self.parts.mode.granted_message());
+            }
+            (Some(block), None) => tracing::warn!(node, %block, "this node has no pod CIDR any more"),
+            _ => {}
+        }
+    }
+
+    /// Waits and findings of the plan in force.
+    fn report_plan(&mut self) {
+        let Some(plan) = &self.plan else { return };
+        for gone in self.waiting.iter().filter(|name| !plan.waits.contains_key(*name)) {
+            self.parts.waits.end(gone);
+        }
+        for (name, reason) in &plan.waits {
+            self.parts.waits.begin(name, reason.clone(), None);
+        }
+        self.waiting = plan.waits.keys().copied().collect();
+        self.parts.findings.replace(
+            "pool",
+            plan.findings.iter().map(|finding| Found {
+                reason: finding.reason,
+                subject: finding.subject.clone(),
+                message: finding.message.clone(),
+            }),
+        );
+    }
+
+    /// What lies around the pods, as the tables say now.
+    fn surroundings(&self, seen: &NetworkRow) -> Surroundings {
         let addresses = seen
+            .links
             .values()
-            .flat_map(|row| row.links.values())
             // The router address itself sits on the loopback device.
             .filter(|link| !link.loopback)
             .flat_map(|link| link.addresses.iter())
@@ -69,21 +184,23 @@ impl Task {
             label: format!("the pod behind {link}, which no record names"),
         });
         let exclusions = addresses.chain(unrecorded).collect();
-        let peers = self.parts.peers.snapshot();
+        let peers = self.parts.peers.peek();
         let published = peers.rows.get(&self.parts.node).and_then(|row| row.router);
-        let nodes = self.parts.nodes.snapshot();
-        let annotated = nodes.rows.get(&self.parts.node).and_then(|row| host_scope::router(&row.annotations));
-        Network {
-            ipv4: self.parts.pool.snapshot().rows.get(&()).map(|row| row.pod_cidr),
-            ipv6: None,
+        let nodes = self.parts.nodes.peek();
+        let annotated = nodes.rows.get(&self.parts.node).and_then(|row| kubernetes::router(&row.annotations));
+        let ipv4 = |router| Addresses { ipv4: Some(router), ipv6: None };
+        Surroundings {
             exclusions,
             configured_router: Addresses { ipv4: self.parts.configured_router, ipv6: None },
-            seen_routers: published
-                .into_iter()
-                .chain(annotated)
-                .map(|router| Addresses { ipv4: Some(router), ipv6: None })
-                .collect(),
+            seen_routers: self.routers_of_pods(seen).into_iter().chain(published).chain(annotated).map(ipv4).collect(),
         }
+    }
+
+    /// The router addresses that pods use, as the kernel shows: the sources of the routes to them. They are known even when
+    /// every file is lost.
+    pub(super) fn routers_of_pods(&self, seen: &NetworkRow) -> BTreeSet<Ipv4Addr> {
+        let is_host_side = |ifindex: Option<u32>| self.links.values().any(|link| Some(link.ifindex) == ifindex);
+        seen.routes.iter().filter(|route| is_host_side(route.ifindex)).filter_map(|route| route.source).collect()
     }
 
     /// Addresses of pods that no record names, with name and index of their devices.

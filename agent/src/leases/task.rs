@@ -2,10 +2,11 @@
 
 use super::{EndpointError, Parts};
 use cistern_core::ipam::audit::{Audit, HostLink, Namespace};
-use cistern_core::ipam::lease::{Leases, Network, Outcome, Owed, RecordKey, Restored};
-use ipnet::Ipv4Net;
+use cistern_core::ipam::lease::{Leases, Outcome, Owed, RecordKey, Restored};
+use cistern_core::ipam::node::NodePlan;
 use jiff::Timestamp;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -24,26 +25,34 @@ pub(super) struct Task {
     pub(super) next_audit: Timestamp,
     /// Host sides of pods' pairs, by name.
     pub(super) links: BTreeMap<String, HostLink>,
-    /// The pod CIDR, and whether it is being left.
-    pub(super) pool: Option<(Ipv4Net, bool)>,
-    /// A restarted agent would have this pod CIDR, too.
-    pub(super) on_disk: bool,
+    /// The plan in force; none before there was one in this run.
+    pub(super) plan: Option<NodePlan>,
+    /// What was held when that was made.
+    pub(super) planned_held: Option<BTreeSet<IpAddr>>,
+    /// Names of the plan's waits that were begun.
+    pub(super) waiting: Vec<&'static str>,
     pub(super) parts: Parts,
 }
 
 pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>, cancel: CancellationToken) {
     let (records, boot) = (std::mem::take(&mut parts.records), std::mem::take(&mut parts.boot));
     let now = parts.clock.now();
-    let draw = (parts.draw)();
-    // Without a network first: which pods there are without a record is known when the leases are.
-    let Restored { leases, findings, changes } =
-        Leases::restore(records, parts.timings, Network::default(), parts.times, boot, now, draw);
+    let Restored { leases, findings, changes } = Leases::restore(records, parts.timings, parts.times, boot, now);
     for finding in findings {
         tracing::warn!(reason = %finding, "finding about pod leases");
     }
-    let (audit, links) = (Audit::default(), BTreeMap::new());
-    let (owed, retry, next_audit, pool, on_disk) = (Owed::default(), None, now, None, false);
-    let mut task = Task { leases, owed, retry, audit, next_audit, links, pool, on_disk, parts };
+    let mut task = Task {
+        leases,
+        owed: Owed::default(),
+        retry: None,
+        audit: Audit::default(),
+        next_audit: now,
+        links: BTreeMap::new(),
+        plan: None,
+        planned_held: None,
+        waiting: Vec::new(),
+        parts,
+    };
     task.owed.extend(changes);
     if task.parts.rebooted {
         let there = |netns: &str| task.parts.host.namespace(netns) == Namespace::There;
@@ -53,7 +62,8 @@ pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>,
             tracing::info!(attachment = %lease.attachment, "lease ended: its network namespace is gone since the reboot");
         }
     }
-    task.network_changed();
+    task.adopt();
+    task.resupply();
     loop {
         let deadline = task.next_wake();
         let mut asked = None;
@@ -65,11 +75,10 @@ pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>,
                 Some(command) => asked = Some(command),
                 None => break,
             },
-            () = task.parts.pool.changed() => task.network_changed(),
-            () = task.parts.remembered.changed() => task.network_changed(),
-            () = task.parts.network.changed() => task.network_changed(),
-            () = task.parts.peers.changed() => task.network_changed(),
-            () = task.parts.nodes.changed() => task.network_changed(),
+            () = task.parts.network.changed() => task.resupply(),
+            () = task.parts.peers.changed() => task.resupply(),
+            () = task.parts.nodes.changed() => task.resupply(),
+            () = task.parts.cilium_nodes.changed() => task.resupply(),
             () = tokio::time::sleep(deadline) => {}
         }
         // Whatever woke it: what asks again and again must not keep it from what is due, and a lease that has ended meanwhile
@@ -78,6 +87,7 @@ pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>,
         if let Some(command) = asked {
             command(&mut task);
         }
+        task.follow_held();
     }
     receiver.close();
     while let Some(command) = receiver.recv().await {
@@ -93,16 +103,36 @@ pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>,
 const DISK_RETRY: Duration = Duration::from_secs(1);
 
 /// Name of the wait for a disk that refuses.
-const WAIT: &str = "lease records";
+pub const WAIT: &str = "lease records";
 
 fn not_durable(reason: &str) -> String {
     format!(
-        "lease records cannot be written ({reason}): no address is given until they can; pods that run are not affected, \
+        "lease records cannot be written ({reason}): no address is allocated until they can; pods that run are not affected, \
          and DELs are carried out where the disk lets files be removed"
     )
 }
 
 impl Task {
+    /// Takes up the pods that only the datapath tells of, when records were lost: their interfaces are another plugin's, so
+    /// no device shows them.
+    fn adopt(&mut self) {
+        let known = self.parts.known_endpoints.clone();
+        let is_new = self.leases.supply().is_empty() && self.leases.router().is_empty();
+        if !self.parts.incomplete && !is_new {
+            return;
+        }
+        // A lease to come must not be taken for one of before.
+        self.leases.continue_after(known.values().map(|entry| entry.generation.into()).max().unwrap_or_default());
+        for (address, entry) in known.into_iter().filter(|(_, entry)| entry.ifindex == 0) {
+            let generation = entry.generation.into();
+            let Outcome { answer, changes } = self.leases.adopt(address.into(), generation, self.parts.clock.now());
+            self.owed.extend(changes);
+            if let Some(lease) = answer {
+                tracing::warn!(%address, attachment = %lease.attachment, "the datapath knows a pod that no record names; it keeps its address until the reboot");
+            }
+        }
+    }
+
     fn next_wake(&self) -> Duration {
         let now = self.parts.clock.now();
         let next = self.retry.into_iter().chain(self.leases.next_deadline()).fold(self.next_audit, Timestamp::min);
@@ -116,7 +146,7 @@ impl Task {
             let ended = self.leases.expire(now);
             self.owed.extend(ended);
             // What a device leads to is excluded when no record names it: that may just have come to be.
-            self.network_changed();
+            self.resupply();
         }
         self.audit();
     }
@@ -137,11 +167,15 @@ impl Task {
         };
     }
 
-    /// The answer, once all of it is on disk.
-    pub(super) fn durable<T>(&mut self, outcome: Outcome<T>) -> Result<T, EndpointError> {
+    /// The answer, once all of it is on disk. A refusal waits for no disk.
+    pub(super) fn durable<T, E>(&mut self, outcome: Outcome<Result<T, E>>) -> Result<T, EndpointError>
+    where
+        EndpointError: From<E>,
+    {
         self.owed.extend(outcome.changes);
         self.flush();
-        self.written(self.owed.is_empty()).map(|()| outcome.answer)
+        let answer = outcome.answer?;
+        self.written(self.owed.is_empty()).map(|()| answer)
     }
 
     /// As [`Task::durable`] for what gives addresses back: that these keys are gone from the disk is enough.

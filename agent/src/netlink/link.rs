@@ -41,6 +41,8 @@ pub struct Link {
     pub master: Option<u32>,
     /// The device below it, or the other side of a veth pair. In another namespace that index counts there.
     pub lower: Option<u32>,
+    /// That device is in another namespace (`IFLA_LINK_NETNSID`), which therefore exists.
+    pub lower_is_elsewhere: bool,
     /// In bytes.
     pub mtu: u32,
     /// Hardware address; empty where there is none.
@@ -59,6 +61,7 @@ impl Link {
             kind: None,
             master: None,
             lower: None,
+            lower_is_elsewhere: false,
             mtu: 0,
             mac: Vec::new(),
         };
@@ -70,6 +73,7 @@ impl Link {
                 LinkAttribute::Address(mac) => link.mac = mac,
                 LinkAttribute::Controller(index) => link.master = Some(index),
                 LinkAttribute::Link(index) => link.lower = Some(index),
+                LinkAttribute::LinkNetNsId(_) => link.lower_is_elsewhere = true,
                 LinkAttribute::LinkInfo(infos) => {
                     link.kind = infos.into_iter().find_map(|info| match info {
                         LinkInfo::Kind(kind) => Some(kind.to_string()),

@@ -1,7 +1,7 @@
 //! Lease records, one file each, so that a write costs the same with one pod as with 250.
 
 use super::{SetAside, StateDir, StateError, make_dir, read_or_set_aside, replace, set_aside};
-use cistern_core::ipam::lease::{Change, Record, RecordKey};
+use cistern_core::ipam::lease::{Change, Record, RecordKey, Stored};
 use sha2::{Digest, Sha256};
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -29,7 +29,8 @@ impl LeaseFiles {
     }
 
     /// Every record, and the files that could not be read and were set aside. Half-written files of a killed process
-    /// were never in force and are removed.
+    /// were never in force and are removed. Records of an older format are written again; kinds of record that only a newer
+    /// build knows are left as they are.
     ///
     /// # Errors
     /// When the directory cannot be read: then nothing is known, and nothing may be handed out.
@@ -57,9 +58,21 @@ impl LeaseFiles {
                 let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
                 Record::from_json(text).map_err(|error| error.to_string())
             };
-            let (record, set_aside) = read_or_set_aside(&path, parse);
-            records.extend(record);
+            let (stored, set_aside) = read_or_set_aside(&path, parse);
             aside.extend(set_aside);
+            match stored {
+                Some(Stored::Current(record)) => records.push(record),
+                Some(Stored::Older(record)) => {
+                    if let Err(error) = self.write(&Change::Put(record.clone())) {
+                        tracing::warn!(path = %path.display(), %error, "a record of an older format stays as it is");
+                    }
+                    records.push(record);
+                }
+                Some(Stored::Unknown { kind }) => {
+                    tracing::warn!(path = %path.display(), kind, "a record of a newer build is left alone");
+                }
+                None => {}
+            }
         }
         Ok((records, aside))
     }
@@ -135,12 +148,30 @@ mod tests {
             files.write(&Change::Put(tombstone(id))).unwrap();
         }
         let broken = files.path(&tombstone("a").key());
-        std::fs::write(&broken, "{\"format\": 99}").unwrap();
+        std::fs::write(&broken, "{\"format\": 99, \"kind\": \"tombstone\"}").unwrap();
         std::fs::write(broken.with_extension("new"), "{\"for").unwrap();
         let (records, aside) = files.read().unwrap();
         assert_eq!(records, [tombstone("b")]);
         assert_eq!(aside.len(), 1);
         assert!(aside[0].reason.contains("99"), "{}", aside[0].reason);
         assert!(aside[0].kept_as.exists() && !broken.exists() && !broken.with_extension("new").exists());
+    }
+
+    #[test]
+    fn an_older_format_is_written_again_and_what_only_a_newer_build_knows_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = LeaseFiles::open(&StateDir::open(dir.path()).unwrap()).unwrap().0;
+        let record = tombstone("a");
+        files.write(&Change::Put(record.clone())).unwrap();
+        let path = files.path(&record.key());
+        let current = std::fs::read_to_string(&path).unwrap();
+        let version = current.split(r#""kind""#).next().unwrap();
+        std::fs::write(&path, current.replace(version, r#"{"format":1,"#)).unwrap();
+        let newer = path.with_file_name("volume-0123456789ab.json");
+        let text = r#"{"format":7,"oldest_reader":2,"kind":"volume","size":[3]}"#;
+        std::fs::write(&newer, text).unwrap();
+        assert_eq!(files.read().unwrap(), (vec![record], vec![]));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), current);
+        assert_eq!(std::fs::read_to_string(&newer).unwrap(), text);
     }
 }

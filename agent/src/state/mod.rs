@@ -9,6 +9,7 @@ mod leases;
 pub use leases::LeaseFiles;
 
 use cistern_core::cni::served::Served;
+use cistern_core::format::Version;
 use jiff::Timestamp;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -137,7 +138,12 @@ impl StateDir {
         let files = entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(ours));
         // A DEL that waits there belongs to a lease that stays.
         let lock = self.root.join(QUEUE).join("lock");
-        let outcome = remove_files(files.map(|entry| entry.path()).chain([lock]));
+        // The pod CIDR goes with the installation; where pods have addresses of it, the next one finds it by those.
+        let records = std::fs::read_dir(self.root.join(leases::DIRECTORY)).into_iter().flatten().flatten();
+        let is_grant = |name: &str| name.starts_with("grant-");
+        let grants = records.filter(|entry| entry.file_name().to_str().is_some_and(is_grant));
+        let grants = grants.map(|entry| entry.path());
+        let outcome = remove_files(files.map(|entry| entry.path()).chain([lock]).chain(grants));
         for directory in [leases::DIRECTORY, QUEUE] {
             // One that is not empty stays.
             let _ = std::fs::remove_dir(self.root.join(directory));
@@ -145,8 +151,8 @@ impl StateDir {
         outcome
     }
 
-    /// Reads `name`. A file that is not there is none; one that cannot be read or understood, or that has another
-    /// `format`, is set aside and none, and the report says where it went.
+    /// Reads `name`. A file that is not there is none; one that cannot be read, or whose version says that a reader of
+    /// `format` would misread it, is set aside and none, and the report says where it went.
     #[must_use]
     pub fn read<T: DeserializeOwned>(&self, name: &str, format: Option<u32>) -> (Option<T>, Option<SetAside>) {
         read_or_set_aside(&self.root.join(name), |bytes| {
@@ -254,16 +260,9 @@ fn make_dir(path: &Path) -> Result<(), StateError> {
 }
 
 /// The format is read first: fields of another format are not judged by the rules of this one.
-fn check_format(bytes: &[u8], expected: u32) -> Result<(), String> {
-    #[derive(serde::Deserialize)]
-    struct Head {
-        format: u32,
-    }
-    let Head { format } = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    if format == expected {
-        return Ok(());
-    }
-    Err(format!("it has format {format}; this version reads format {expected}"))
+fn check_format(bytes: &[u8], own: u32) -> Result<(), String> {
+    let version: Version = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    version.check(own).map_err(|error| error.to_string())
 }
 
 /// Reads a file by `parse`. Whatever is there and cannot be read, a directory too, is set aside.
@@ -343,6 +342,7 @@ mod tests {
         state.write("node.json", &7_u32).unwrap();
         let (lease, other) = (state.root().join("leases/pod-1.json"), state.root().join("notes.txt"));
         std::fs::write(&lease, "{}").unwrap();
+        std::fs::write(state.root().join("leases/grant-1.json"), "{}").unwrap();
         std::fs::write(&other, "somebody's").unwrap();
         state.clear().unwrap();
         assert!(lease.exists() && other.exists() && !state.root().join("node.json").exists());

@@ -1,8 +1,9 @@
 //! The rows of the tables that are observed: API objects, links, addresses and routes in our own types.
 
-use super::Rows;
-use cistern_core::ipam::node::cluster_pool::{Listed, Served};
+use cistern_core::ipam::node::CiliumNodeIntent;
+use cistern_core::ipam::node::cluster_pool::Listed;
 use cistern_core::ipam::verdict::Standing;
+use cistern_core::ipam::{Overlap, find_overlaps};
 use ipnet::{IpNet, Ipv4Net};
 use jiff::Timestamp;
 use serde::Serialize;
@@ -88,6 +89,14 @@ pub struct CiliumNodeRow {
 }
 
 impl CiliumNodeRow {
+    /// What it says of pod CIDRs.
+    #[must_use]
+    pub fn listed(&self) -> Listed<'_> {
+        let Standing { is_contested, .. } = self.standing;
+        let refusal = self.standing.refusal();
+        Listed { pod_cidrs: &self.pod_cidrs, claim: self.claim, refusal, is_contested }
+    }
+
     /// The first address of a kind, IPv4 only.
     #[must_use]
     pub fn ipv4(&self, kind: &str) -> Option<Ipv4Addr> {
@@ -141,6 +150,27 @@ pub struct NetworkRow {
     pub routes: Vec<RouteRow>,
 }
 
+impl NetworkRow {
+    /// Networks of the node itself that one of these ranges overlaps. An address of its own (/32) is no network. The loopback
+    /// device holds the router address; another device that has it too is the bridge of a plugin that gets its addresses
+    /// from us, and its network is the pod CIDR.
+    #[must_use]
+    pub fn overlaps(&self, ranges: &[IpNet]) -> Vec<Overlap> {
+        let (loopback, others): (Vec<_>, Vec<_>) = self.links.values().partition(|link| link.loopback);
+        let is_router = |address: &IpNet| {
+            loopback.iter().flat_map(|link| &link.addresses).any(|router| router.addr() == address.addr())
+        };
+        let networks: Vec<(IpNet, String)> = others
+            .iter()
+            .flat_map(|link| {
+                link.addresses.iter().map(|address| (*address, format!("device {} of this node", link.name)))
+            })
+            .filter(|(address, _)| address.prefix_len() < address.max_prefix_len() && !is_router(address))
+            .collect();
+        find_overlaps(ranges, &networks)
+    }
+}
+
 /// Something that the process waits for (`architecture` decision 11).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Wait {
@@ -165,82 +195,23 @@ pub struct PeerRow {
 }
 
 /// What this node's pods get addresses from.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PoolRow {
     /// The pod CIDR.
     pub pod_cidr: Ipv4Net,
-    /// Why no new address may be given from it, with the fix. Pods that have one keep it.
+    /// Why no new address may be allocated from it, with the fix. Pods that have one keep it.
     pub blocked: Option<String>,
-    /// It is given up as soon as it is certain that no address of it is given any more.
-    #[serde(default)]
+    /// It is given up as soon as it has gone off the CiliumNode's list.
     pub leaving: bool,
-    /// In mode `cluster-pool`: UID of the Node that the pod CIDR was last listed for.
-    #[serde(default)]
-    pub node_uid: Option<String>,
-    /// In mode `cluster-pool`: it was listed for this node since the agent started.
-    #[serde(skip)]
-    pub confirmed: bool,
+    /// A restart would serve from it, too.
+    pub on_disk: bool,
 }
 
 impl PoolRow {
-    /// A pod CIDR about which there is nothing else to say.
+    /// A pod CIDR that is on disk, and about which there is nothing else to say.
     #[must_use]
     pub fn new(pod_cidr: Ipv4Net) -> Self {
-        Self { pod_cidr, blocked: None, leaving: false, node_uid: None, confirmed: false }
-    }
-
-    /// As the choice of a block sees it.
-    #[must_use]
-    pub fn served(&self) -> Served {
-        Served {
-            block: self.pod_cidr,
-            leaving: self.leaving,
-            node_uid: self.node_uid.clone(),
-            confirmed: self.confirmed,
-        }
-    }
-}
-
-/// What each CiliumNode lists, by name.
-pub fn lists_of(rows: &Rows<String, CiliumNodeRow>) -> impl Iterator<Item = (&str, Listed<'_>)> {
-    rows.iter().map(|(name, row)| {
-        let Standing { is_contested, .. } = row.standing;
-        let refusal = row.standing.refusal();
-        (name.as_str(), Listed { pod_cidrs: &row.pod_cidrs, claim: row.claim, refusal, is_contested })
-    })
-}
-
-impl From<Served> for PoolRow {
-    fn from(Served { block, leaving, node_uid, confirmed }: Served) -> Self {
-        Self { leaving, node_uid, confirmed, ..Self::new(block) }
-    }
-}
-
-/// Whether addresses of this node are in use.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct HeldRow {
-    /// The pod CIDR that this is about.
-    pub pod_cidr: Option<Ipv4Net>,
-    /// Something holds an address of it.
-    pub any: bool,
-    /// It is being left: no address of it is given any more.
-    pub leaving: bool,
-    /// Addresses that something holds, and that are not of the pod CIDR.
-    pub beyond: Vec<Ipv4Addr>,
-}
-
-impl HeldRow {
-    /// Whether something may hold an address of a pod CIDR. Before the leases are read, or have heard of it, every address
-    /// may be in use.
-    #[must_use]
-    pub fn may_hold(this: Option<&Self>, pod_cidr: Ipv4Net) -> bool {
-        this.is_none_or(|this| this.any || this.pod_cidr != Some(pod_cidr))
-    }
-
-    /// Whether nothing holds an address of a pod CIDR, and nothing will.
-    #[must_use]
-    pub fn has_left(this: Option<&Self>, pod_cidr: Ipv4Net) -> bool {
-        this.is_some_and(|this| this.leaving) && !Self::may_hold(this, pod_cidr)
+        Self { pod_cidr, blocked: None, leaving: false, on_disk: true }
     }
 }
 
@@ -251,9 +222,8 @@ pub struct OwnCiliumNode {
     pub addresses: Vec<NodeAddress>,
     /// Name and UID of the Node that owns the object.
     pub owner: Option<(String, String)>,
-    /// `spec.ipam.podCIDRs`, where the blocks are this agent's to say (mode `kubernetes`) and known. Elsewhere none stands for
-    /// a list that is as it shall be.
-    pub pod_cidrs: Option<Vec<Ipv4Net>>,
+    /// What the IPAM mode writes; none when the object says it, or when that is not known yet.
+    pub intent: Option<CiliumNodeIntent>,
 }
 
 /// A route that this agent wants in the main table.
@@ -323,4 +293,29 @@ pub enum FileContent {
     Bytes(Vec<u8>),
     /// The file is there and cannot be read.
     Unreadable(String),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bridge_with_the_router_address_is_no_network_of_the_node() {
+        let link = |name: &str, loopback: bool, addresses: &[&str]| LinkRow {
+            name: name.into(),
+            up: true,
+            loopback,
+            kind: String::new(),
+            master: None,
+            mtu: 1500,
+            mac: Vec::new(),
+            addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
+        };
+        let mut network =
+            NetworkRow { links: BTreeMap::from([(2, link("cni0", false, &["10.244.1.7/24"]))]), routes: Vec::new() };
+        let ranges = ["10.244.0.0/16".parse().unwrap()];
+        assert_eq!(network.overlaps(&ranges).len(), 1);
+        network.links.insert(1, link("lo", true, &["127.0.0.1/8", "10.244.1.7/32"]));
+        assert_eq!(network.overlaps(&ranges), []);
+    }
 }

@@ -11,7 +11,7 @@
 //! | confirmed | there | gone | finding: the pod is cut off, and its runtime must make it anew |
 //! | confirmed | not to be seen | gone | finding: nothing is concluded from a directory that is not visible |
 //! | none | | there, with a route | finding: a pod that no record names; its address is given to nobody |
-//! | none | | there, without route | the device is removed: what an ADD left that was killed |
+//! | none | | there, without route | the device is removed when no namespace that exists is connected by it: what an ADD left that was killed |
 //!
 //! A lease that no pod has ends within [`EVERY`] + [`GRACE`] + [`EVERY`] of its pod's end.
 
@@ -129,7 +129,7 @@ pub enum Finding {
     },
     /// A device that leads nowhere.
     #[error(
-        "{link} has neither a lease nor a route: what an ADD left that was killed; it is removed when that stays so"
+        "{link} has neither a lease nor a route: what an ADD left that was killed; it is removed when that stays so and its other side is in no namespace that exists"
     )]
     LeftOver {
         /// The host's device.

@@ -3,7 +3,8 @@
 //! | module | owns |
 //! |---|---|
 //! | [`cluster`] | blocks: which node has which pod CIDR |
-//! | [`node`] | addresses of this node's pod CIDR |
+//! | [`supply`] | what a node may allocate from: pools of pod CIDRs or of single addresses |
+//! | [`node`] | the IPAM modes as the node sees them: what to allocate from, what to write |
 //! | [`lease`] | who holds an address of this node, since when, and whether that is final |
 //! | [`audit`] | whether the leases agree with the namespaces and devices that exist |
 //! | [`explain`] | why an address or a node is as it is, in words |
@@ -15,6 +16,7 @@ pub mod explain;
 pub mod lease;
 mod legacy_verdicts;
 pub mod node;
+pub mod supply;
 pub mod verdict;
 
 use crate::ip::overlaps;

@@ -69,7 +69,11 @@ impl Endpoints {
         self.slot.lock().flows_may_end()
     }
 
-    fn rows(&self) -> Result<BTreeMap<Ipv4Addr, EndpointEntry>, DatapathError> {
+    /// The pods that the kernel programs know.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn rows(&self) -> Result<BTreeMap<Ipv4Addr, EndpointEntry>, DatapathError> {
         endpoint_rows(&self.map)
     }
 }

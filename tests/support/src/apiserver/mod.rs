@@ -187,6 +187,7 @@ impl Shared {
 }
 
 /// The lifetime of a process with a client.
+#[derive(Clone)]
 pub struct Lifeline {
     shared: Arc<Shared>,
     id: u64,
@@ -194,7 +195,7 @@ pub struct Lifeline {
 
 impl Lifeline {
     /// Kills the process, as seen by the server: none of its calls arrives any more, its watches break.
-    pub fn cut(self) {
+    pub fn cut(&self) {
         self.shared.links.send_modify(|links| {
             links.dead.insert(self.id);
         });

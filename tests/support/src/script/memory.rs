@@ -127,12 +127,43 @@ impl EndpointMap for MemoryTarget<Ipv4Addr, EndpointEntry> {
 /// The disk with the leases. A write that fails leaves those before it written.
 struct MemoryLeases {
     records: Rows<RecordKey, Record>,
+    full: Arc<AtomicBool>,
+    /// After how many more writes the process ends, if it does.
+    crash: Arc<Mutex<Option<u32>>>,
     gate: Gate,
+    /// Ends what else the process does.
+    dies: Box<dyn Fn() + Send>,
+}
+
+impl MemoryLeases {
+    /// Whether the process ends before this write.
+    fn crashes(&self) -> bool {
+        let mut crash = lock(&self.crash);
+        match &mut *crash {
+            None => false,
+            Some(0) => {
+                *crash = None;
+                self.gate.alive.store(false, Ordering::Relaxed);
+                (self.dies)();
+                true
+            }
+            Some(left) => {
+                *left -= 1;
+                false
+            }
+        }
+    }
 }
 
 impl LeaseStore for MemoryLeases {
     fn write(&mut self, change: &Change) -> Result<(), String> {
         self.gate.pass("leases").map_err(|error| error.to_string())?;
+        if self.crashes() {
+            return Err(MemoryError::Dead.to_string());
+        }
+        if matches!(change, Change::Put(_)) && self.full.load(Ordering::Relaxed) {
+            return Err("no space left on the disk".to_owned());
+        }
         let mut records = lock(&self.records);
         match change {
             Change::Put(record) => records.insert(record.key(), record.clone()),
@@ -154,6 +185,10 @@ impl Host for MemoryHost {
 
     fn host_side(&self, attachment: &Attachment) -> String {
         format!("cst-{}", attachment.container_id)
+    }
+
+    fn is_in_use(&self, _device: &str) -> bool {
+        false
     }
 
     fn remove_device(&mut self, _name: &str) -> Result<(), String> {
@@ -181,6 +216,10 @@ pub(super) struct Machine {
     settings: Rows<(), DatapathSettings>,
     attachments: Rows<u32, AttachmentEntry>,
     records: Rows<RecordKey, Record>,
+    full: Arc<AtomicBool>,
+    crash: Arc<Mutex<Option<u32>>>,
+    /// Every file was lost: the devices of pods are shown, since nothing else tells of them.
+    lost: AtomicBool,
     namespaces: Arc<Mutex<BTreeSet<String>>>,
     rebooted: AtomicBool,
     boots: AtomicU32,
@@ -213,6 +252,9 @@ impl Machine {
             settings: Rows::default(),
             attachments: Rows::default(),
             records: Rows::default(),
+            full: Arc::default(),
+            crash: Arc::default(),
+            lost: AtomicBool::new(false),
             namespaces: Arc::default(),
             rebooted: AtomicBool::new(false),
             boots: AtomicU32::new(1),
@@ -235,6 +277,27 @@ impl Machine {
         };
     }
 
+    /// Lets the disk take no new lease record, as a full one, or take them again.
+    pub(super) fn set_full(&self, full: bool) {
+        self.full.store(full, Ordering::Relaxed);
+    }
+
+    /// Lets the agent's process end after so many more writes of lease records, between two of them; or not any more.
+    pub(super) fn crash_after(&self, writes: Option<u32>) {
+        *lock(&self.crash) = writes;
+    }
+
+    /// Loses every lease record.
+    pub(super) fn lose_records(&self) {
+        lock(&self.records).clear();
+        self.lost.store(true, Ordering::Relaxed);
+    }
+
+    /// Loses the lease records that say which pod CIDRs were granted.
+    pub(super) fn lose_grants(&self) {
+        lock(&self.records).retain(|key, _| !matches!(key, RecordKey::Grant(..)));
+    }
+
     /// Empties what a reboot empties: the kernel and `/run`. What is on disk stays.
     pub(super) fn reboot(&self) {
         lock(&self.routes).clear();
@@ -254,8 +317,9 @@ impl Machine {
         format!("boot-{}", self.boots.load(Ordering::Relaxed))
     }
 
-    /// Hands the machine to an agent that starts.
-    pub(super) fn grasp(&self) -> Grasp {
+    /// Hands the machine to an agent that starts. `dies` cuts its way to the API server when it ends by itself.
+    pub(super) fn grasp(&self, dies: Box<dyn Fn() + Send>) -> Grasp {
+        *lock(&self.crash) = None;
         let alive = Arc::new(AtomicBool::new(true));
         let gate = Gate { alive: Arc::clone(&alive), faults: Arc::clone(&self.faults) };
         let network = self.network();
@@ -275,6 +339,7 @@ impl Machine {
                 excluded: blocking_target(memory("excluded", &self.excluded, &gate), &port),
                 endpoints: blocking_target(memory("endpoints", &self.endpoints, &gate), &port),
                 endpoint_map: Box::new(memory("endpoints", &self.endpoints, &gate)),
+                known_endpoints: lock(&self.endpoints).clone(),
                 devices: blocking_target(memory("devices", &self.devices, &gate), &port),
                 settings: blocking_target(memory("settings", &self.settings, &gate), &port),
                 attachments: blocking_target(memory("attachments", &self.attachments, &gate), &port),
@@ -289,7 +354,13 @@ impl Machine {
         Grasp {
             targets,
             leases: lock(&self.records).values().cloned().collect(),
-            lease_store: Box::new(MemoryLeases { records: Arc::clone(&self.records), gate }),
+            lease_store: Box::new(MemoryLeases {
+                records: Arc::clone(&self.records),
+                full: Arc::clone(&self.full),
+                crash: Arc::clone(&self.crash),
+                gate,
+                dies,
+            }),
             host: Box::new(MemoryHost { namespaces: Arc::clone(&self.namespaces) }),
             rebooted: self.rebooted.swap(false, Ordering::Relaxed),
             alive,
@@ -307,6 +378,29 @@ impl Machine {
             mac: if loopback { Vec::new() } else { vec![2, 0, 0, 0, 0, 1] },
             addresses: vec![address],
         };
+        let pods = if self.lost.load(Ordering::Relaxed) { lock(&self.endpoints).clone() } else { BTreeMap::new() };
+        let pods: Vec<(Ipv4Addr, u32)> =
+            pods.into_iter().filter(|(_, pod)| pod.ifindex > 0).map(|(address, pod)| (address, pod.ifindex)).collect();
+        let pod_links = pods.iter().map(|(_, ifindex)| {
+            let veth = LinkRow {
+                name: format!("cst{ifindex:011x}"),
+                up: true,
+                loopback: false,
+                kind: "veth".to_owned(),
+                master: None,
+                mtu: 1500,
+                mac: vec![2, 0, 0, 0, 0, 2],
+                addresses: Vec::new(),
+            };
+            (*ifindex, veth)
+        });
+        let router = lock(&self.router).keys().next().copied();
+        let pod_routes = pods.iter().map(|(address, ifindex)| RouteRow {
+            destination: Ipv4Net::from(*address),
+            ifindex: Some(*ifindex),
+            gateway: None,
+            source: router,
+        });
         let net = Ipv4Net::new_assert(self.address, 24);
         let gateway = net.hosts().next_back();
         let route = |destination: Ipv4Net, gateway: Option<Ipv4Addr>, source: Option<Ipv4Addr>| RouteRow {
@@ -316,14 +410,20 @@ impl Machine {
             source,
         };
         NetworkRow {
-            links: BTreeMap::from([
+            links: [
                 (1, link("lo", Ipv4Net::new_assert(Ipv4Addr::LOCALHOST, 8).into(), true)),
                 (DEVICE, link("eth0", net.into(), false)),
-            ]),
-            routes: vec![
+            ]
+            .into_iter()
+            .chain(pod_links)
+            .collect(),
+            routes: [
                 route(Ipv4Net::new_assert(Ipv4Addr::UNSPECIFIED, 0), gateway, None),
                 route(net.trunc(), None, Some(self.address)),
-            ],
+            ]
+            .into_iter()
+            .chain(pod_routes)
+            .collect(),
         }
     }
 

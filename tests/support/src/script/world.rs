@@ -215,7 +215,8 @@ impl World {
         let operator =
             if settings.leader_election { Some(self.operator_with(&settings, client.clone(), &shared)?) } else { None };
         let machine = self.machine(name)?;
-        let mut grasp = machine.grasp();
+        let way = lifeline.clone();
+        let mut grasp = machine.grasp(Box::new(move || way.cut()));
         if !self.datapath {
             grasp.targets.datapath = None;
         }
@@ -226,6 +227,7 @@ impl World {
             targets: grasp.targets,
             state: StateDir::open(machine.state.path()).map_err(|error| error.to_string())?,
             leases: grasp.leases,
+            incomplete: false,
             lease_store: grasp.lease_store,
             lease_clock: shared.clock,
             boot: machine.boot(),
@@ -245,6 +247,12 @@ impl World {
         let answers = Arc::clone(&running.answers);
         let task = tokio::spawn(running.join());
         self.add_role("agent", name, Role { cancel, task, lifeline, agent: Some((answers, grasp.alive)) })
+    }
+
+    /// Whether the process of an agent has ended by itself, as `disk/crash` wants it.
+    pub(super) fn has_crashed(&self, name: &str) -> bool {
+        let role = self.roles.get(&("agent".to_owned(), name.to_owned()));
+        role.and_then(|role| role.agent.as_ref()).is_some_and(|(_, alive)| !alive.load(Ordering::Relaxed))
     }
 
     /// The API of a running agent.

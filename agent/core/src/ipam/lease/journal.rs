@@ -89,6 +89,11 @@ impl Owed {
         self.0.len()
     }
 
+    /// The keys of what is owed.
+    pub fn keys(&self) -> impl Iterator<Item = RecordKey> + '_ {
+        self.0.iter().map(Change::key)
+    }
+
     /// Whether what is on disk under this key is not as it should be.
     #[must_use]
     pub fn owes(&self, key: &RecordKey) -> bool {

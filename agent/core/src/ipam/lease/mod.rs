@@ -45,23 +45,21 @@ pub use journal::{Change, Outcome, Owed};
 pub use owner::{ExpirationIds, OwnerRequest};
 pub use record::{
     Attachment, Behind, Expiration, FORMAT, Interface, LeaseState, OwnerLease, Pod, PodLease, Quarantine, Record,
-    RecordError, RecordKey, RecordTimes, Router, Tombstone,
+    RecordError, RecordKey, RecordTimes, Router, Stored, Tombstone,
 };
-pub use restore::{Exclusion, Network, Restored};
+pub use restore::{Accepted, Exclusion, Restored, Surroundings};
 pub use row::{Row, RowState};
 
 use super::later;
-use super::node::pod_cidr::{Addresses, PodCidrs, Usage};
+use super::node::pod_cidr::Addresses;
+pub use super::supply::DEFAULT_POOL;
+use super::supply::{PoolUsage, Pools, Supply};
 use crate::ip::Family;
 use crate::moment::Moment;
-use ipnet::IpNet;
 use jiff::Timestamp;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::Duration;
-
-/// The one pool that host-scope allocation has (`ipam` 2.1.2).
-pub const DEFAULT_POOL: &str = "default";
 
 const ROUTER: &str = "router";
 
@@ -124,11 +122,12 @@ pub struct Granted {
 /// Who holds what of this node's addresses.
 ///
 /// Invariant: an address is in at most one of `pods`, `owners`, `resting`, and is not the router's.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Leases {
     timings: Timings,
     boot: String,
-    network: Network,
+    supply: Supply,
+    surroundings: Option<Surroundings>,
     router: BTreeMap<Family, Router>,
     pods: BTreeMap<Attachment, PodLease>,
     owners: BTreeMap<(String, IpAddr), OwnerLease>,
@@ -137,7 +136,7 @@ pub struct Leases {
     generation: u64,
     held_back: Option<String>,
     /// Follows from the fields above; built anew when the network changes.
-    pools: PodCidrs,
+    pools: Pools,
 }
 
 impl Leases {
@@ -196,11 +195,11 @@ impl Leases {
             return Ok(Granted { lease: lease.clone(), router });
         }
         self.supersede(&attachment, pod.as_ref(), netns_exists, now, changes);
-        self.ready(now, draw, changes)?;
+        self.ready(DEFAULT_POOL, now, draw, changes)?;
         let holder = attachment.to_string();
         let addresses = self
             .pools
-            .allocate_next(None, &holder, now, draw)
+            .allocate_next(DEFAULT_POOL, None, &holder, now, draw)
             .map_err(|reason| AddError::Exhausted { pool: DEFAULT_POOL.to_owned(), reason })?;
         self.generation += 1;
         let lease = PodLease {
@@ -247,17 +246,18 @@ impl Leases {
         }
     }
 
-    fn may_give(&self) -> Result<(), AddError> {
-        self.held_back.clone().map_or(Ok(()), |reason| Err(AddError::HeldBack { reason }))
+    fn may_allocate(&self, pool: &str) -> Result<(), AddError> {
+        let reason = self.supply.refusal(pool).or_else(|| self.held_back.clone());
+        reason.map_or(Ok(()), |reason| Err(AddError::HeldBack { reason }))
     }
 
     /// Whether new addresses can be given at all.
-    fn ready(&mut self, now: Timestamp, draw: u64, changes: &mut Vec<Change>) -> Result<(), AddError> {
+    fn ready(&mut self, pool: &str, now: Timestamp, draw: u64, changes: &mut Vec<Change>) -> Result<(), AddError> {
         if self.pools.is_empty() {
             return Err(AddError::WaitingForPodCidr);
         }
-        self.may_give()?;
-        for family in self.pools.iter().map(|pool| Family::of_net(&pool.net())).collect::<Vec<_>>() {
+        self.may_allocate(pool)?;
+        for family in self.pools.families(DEFAULT_POOL) {
             if !self.router.contains_key(&family) {
                 let mut findings = Vec::new();
                 self.choose_router(family, now, draw, &mut findings, changes);
@@ -382,6 +382,46 @@ impl Leases {
         self.end_all(|lease| !netns_exists(&lease.netns), now)
     }
 
+    /// Names leases to come after this generation: those up to it were named before records were lost.
+    pub fn continue_after(&mut self, generation: u64) {
+        self.generation = self.generation.max(generation);
+    }
+
+    /// Records the pod that the datapath knows at an address and that no record names, because its record was lost: an
+    /// interface that another plugin attached, so that no device tells of it. It keeps its generation, to which its flows belong, and its address until the reboot, which
+    /// no pod outlives.
+    pub fn adopt(&mut self, address: IpAddr, generation: u64, now: Timestamp) -> Outcome<Option<PodLease>> {
+        let mut changes = self.expire(now);
+        if self.held().any(|held| held == address) {
+            return Outcome { answer: None, changes };
+        }
+        let mut addresses = Addresses::default();
+        addresses.set(address);
+        let lease = PodLease {
+            attachment: Attachment { container_id: format!("unrecorded-{address}"), ifname: "unknown".to_owned() },
+            network: None,
+            pod: None,
+            netns: String::new(),
+            began: None,
+            confirmed: None,
+            pool: DEFAULT_POOL.to_owned(),
+            addresses,
+            generation,
+            state: LeaseState::Confirmed {
+                since: now,
+                interface: Behind::Plugin { plugin: "unknown".to_owned(), routed: true },
+            },
+        };
+        changes.push(Change::Put(Record::Pod(lease.clone())));
+        self.wake([address].into_iter(), &mut changes);
+        if let Some(allocator) = self.pools.with(address) {
+            // Kept for something else on this node, it is the pod's all the same until that ends.
+            let _ = allocator.allocate(address, &lease.holder(), now);
+        }
+        self.pods.insert(lease.attachment.clone(), lease.clone());
+        Outcome { answer: Some(lease), changes }
+    }
+
     /// Ends confirmed leases that an audit found to be nobody's, each with the generation that was looked at.
     pub fn end_lost(&mut self, lost: &[(Attachment, u64)], now: Timestamp) -> Outcome<Vec<PodLease>> {
         let is_lost = |lease: &PodLease| lost.iter().any(|(a, g)| *a == lease.attachment && *g == lease.generation);
@@ -432,9 +472,7 @@ impl Leases {
             }
             kept
         });
-        for pool in self.pools.ipv4.iter_mut().chain(&mut self.pools.ipv6) {
-            pool.expire(now);
-        }
+        self.pools.expire(now);
         changes
     }
 
@@ -465,10 +503,10 @@ impl Leases {
         of_pods.chain(self.owners.keys().map(|(_, address)| *address))
     }
 
-    /// Addresses of each pod CIDR by state, IPv4 first.
+    /// Addresses of each pod CIDR, or set of addresses, by state.
     #[must_use]
-    pub fn usage(&self) -> Vec<(IpNet, Usage)> {
-        self.pools.iter().map(|pool| (pool.net(), pool.usage())).collect()
+    pub fn usage(&self) -> Vec<PoolUsage> {
+        self.pools.usage()
     }
 
     fn holders(&self) -> impl Iterator<Item = (IpAddr, String)> {
@@ -500,10 +538,14 @@ impl Leases {
         changes: &mut Vec<Change>,
     ) {
         let until = later(now, self.timings.quarantine);
-        if let Ok(allocator) = self.pools.family(Family::of(address)) {
+        if let Some(allocator) = self.pools.with(address) {
             // Refused only for an address of an earlier pod CIDR, which nothing is drawn from.
             let released = allocator.release(address, &holder, now, until).is_ok();
-            let exclusion = self.network.exclusions.iter().find(|exclusion| exclusion.address == address);
+            let exclusion = self
+                .surroundings
+                .iter()
+                .flat_map(|around| &around.exclusions)
+                .find(|exclusion| exclusion.address == address);
             if let Some(exclusion) = exclusion.filter(|_| released)
                 && allocator.exclude(address, &exclusion.label).is_ok()
             {

@@ -51,9 +51,10 @@ impl Leases {
         changes: &mut Vec<Change>,
     ) -> Result<Vec<OwnerLease>, OwnerError> {
         let OwnerRequest { family, owner, pool, expiration } = request;
-        known_pool(pool.as_deref().unwrap_or(DEFAULT_POOL))?;
-        self.ready(now, draw, changes)?;
-        let addresses = self.pools.allocate_next(family, &format!("owner {owner}"), now, draw)?;
+        let pool = pool.unwrap_or_else(|| DEFAULT_POOL.to_owned());
+        self.check_pool(&pool)?;
+        self.ready(&pool, now, draw, changes)?;
+        let addresses = self.pools.allocate_next(&pool, family, &format!("owner {owner}"), now, draw)?;
         let leases = addresses
             .iter()
             .map(|address| {
@@ -61,7 +62,7 @@ impl Leases {
                     Family::Ipv4 => ids.ipv4.clone(),
                     Family::Ipv6 => ids.ipv6.clone(),
                 });
-                self.hold_for_owner(owner.clone(), address, uuid, now, changes)
+                self.hold_for_owner(owner.clone(), &pool, address, uuid, now, changes)
             })
             .collect();
         Ok(leases)
@@ -76,12 +77,12 @@ impl Leases {
         now: Timestamp,
     ) -> Outcome<Result<OwnerLease, OwnerError>> {
         let mut changes = self.expire(now);
-        let answer = match known_pool(pool)
-            .and_then(|()| Ok(self.may_give()?))
-            .and_then(|()| Ok(self.pools.family(Family::of(address))?))
-            .and_then(|pool| Ok(pool.allocate(address, &format!("owner {owner}"), now)?))
+        let answer = match self
+            .check_pool(pool)
+            .and_then(|()| Ok(self.may_allocate(pool)?))
+            .and_then(|()| Ok(self.pools.allocate(pool, address, &format!("owner {owner}"), now)?))
         {
-            Ok(()) => Ok(self.hold_for_owner(owner, address, None, now, &mut changes)),
+            Ok(()) => Ok(self.hold_for_owner(owner, pool, address, None, now, &mut changes)),
             Err(error) => Err(error),
         };
         Outcome { answer, changes }
@@ -90,6 +91,7 @@ impl Leases {
     fn hold_for_owner(
         &mut self,
         owner: String,
+        pool: &str,
         address: IpAddr,
         uuid: Option<String>,
         now: Timestamp,
@@ -98,7 +100,7 @@ impl Leases {
         self.generation += 1;
         let lease = OwnerLease {
             owner,
-            pool: DEFAULT_POOL.to_owned(),
+            pool: pool.to_owned(),
             address,
             generation: self.generation,
             since: now,
@@ -166,8 +168,9 @@ impl Leases {
         changes.push(Change::Remove(RecordKey::Owner(lease.pool.clone(), lease.address)));
         Some(lease)
     }
-}
 
-fn known_pool(pool: &str) -> Result<(), OwnerError> {
-    if pool == DEFAULT_POOL { Ok(()) } else { Err(OwnerError::UnknownPool { pool: pool.to_owned() }) }
+    fn check_pool(&self, pool: &str) -> Result<(), OwnerError> {
+        let is_known = pool == DEFAULT_POOL || self.pools.has(pool);
+        if is_known { Ok(()) } else { Err(OwnerError::UnknownPool { pool: pool.to_owned() }) }
+    }
 }

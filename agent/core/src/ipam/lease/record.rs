@@ -1,16 +1,26 @@
 //! What is durable: one record for each fact.
 
 use super::{Timings, later};
+use crate::format::{Unsupported, Version};
 use crate::ip::Family;
 use crate::ipam::node::pod_cidr::Addresses;
+use crate::ipam::supply::Grant;
 use crate::moment::Moment;
+use ipnet::IpNet;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::IpAddr;
 
-/// The format of [`Record`] as written. A record of another format is refused by [`Record::from_json`].
-pub const FORMAT: u32 = 1;
+/// The format of [`Record`] as written. Format 1 has no grants, and is set aside by its readers as soon as it meets another
+/// format.
+pub const FORMAT: u32 = 2;
+
+/// The oldest format whose reader understands the records of this one: since format 2 a record of unknown kind stays as it is.
+const OLDEST_READER: u32 = 2;
+
+/// Every kind of [`Record`], as it is written.
+const KINDS: [&str; 6] = ["pod", "owner", "tombstone", "quarantine", "router", "grant"];
 
 /// What a lease of a pod is known by.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -234,6 +244,8 @@ pub enum Record {
     Quarantine(Quarantine),
     /// A router address.
     Router(Router),
+    /// A pod CIDR of this node.
+    Grant(Grant),
 }
 
 /// What a [`Record`] is stored under; a later record of the same key replaces the earlier.
@@ -249,6 +261,8 @@ pub enum RecordKey {
     Quarantine(IpAddr),
     /// Key of [`Record::Router`]
     Router(Family),
+    /// Key of [`Record::Grant`]: pool and pod CIDR.
+    Grant(String, IpNet),
 }
 
 impl fmt::Display for RecordKey {
@@ -259,6 +273,7 @@ impl fmt::Display for RecordKey {
             Self::Tombstone(attachment) => write!(f, "tombstone {attachment}"),
             Self::Quarantine(address) => write!(f, "quarantine {address}"),
             Self::Router(family) => write!(f, "router {family}"),
+            Self::Grant(pool, net) => write!(f, "grant {pool} {net}"),
         }
     }
 }
@@ -280,21 +295,33 @@ pub enum RecordTimes {
 /// Why a stored record cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
-    /// Written by another version of Cistern.
-    #[error("lease record has format {found}; this version reads format {FORMAT}")]
-    Format {
-        /// The format it says to have.
-        found: u32,
-    },
+    /// Written by a build that says that this one would misread it.
+    #[error("lease record of {0}")]
+    Format(#[from] Unsupported),
     /// Not what was written.
     #[error("lease record is damaged: {0}")]
     Damaged(#[from] serde_json::Error),
 }
 
-/// A record as stored: the format beside its fields.
+/// A stored record as read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Stored {
+    /// A record of this format, or of one that reads the same.
+    Current(Record),
+    /// A record of an older format; it is to be written again.
+    Older(Record),
+    /// A kind of record of a newer build, which says that this build may leave it alone. It is neither used nor changed.
+    Unknown {
+        /// The kind.
+        kind: String,
+    },
+}
+
+/// A record as stored: the version beside its fields.
 #[derive(Serialize, Deserialize)]
-struct Stored<R> {
-    format: u32,
+struct Document<R> {
+    #[serde(flatten)]
+    version: Version,
     #[serde(flatten)]
     record: R,
 }
@@ -309,6 +336,7 @@ impl Record {
             Self::Tombstone(tombstone) => RecordKey::Tombstone(tombstone.attachment.clone()),
             Self::Quarantine(quarantine) => RecordKey::Quarantine(quarantine.address),
             Self::Router(router) => RecordKey::Router(Family::of(router.address)),
+            Self::Grant(grant) => RecordKey::Grant(grant.pool.clone(), grant.net),
         }
     }
 
@@ -324,7 +352,7 @@ impl Record {
             }
             Self::Tombstone(Tombstone { since, until, .. }) => (since, until, timings.tombstone),
             Self::Quarantine(Quarantine { since, until, .. }) => (since, until, timings.quarantine),
-            Self::Pod(_) | Self::Owner(_) | Self::Router(_) => return false,
+            Self::Pod(_) | Self::Owner(_) | Self::Router(_) | Self::Grant(_) => return false,
         };
         let before = (*since, *until);
         *since = before.0.min(now);
@@ -335,28 +363,33 @@ impl Record {
         before != (*since, *until)
     }
 
-    /// The record as one line of JSON, with its [`FORMAT`].
+    /// The record as one line of JSON, with its version.
     ///
     /// # Errors
     /// None in practice: every field has a JSON form.
     pub fn to_json(&self) -> Result<String, RecordError> {
-        Ok(serde_json::to_string(&Stored { format: FORMAT, record: self })?)
+        Ok(serde_json::to_string(&Document { version: Version::new(FORMAT, OLDEST_READER), record: self })?)
     }
 
-    /// Reads what [`Self::to_json`] wrote.
+    /// Reads what [`Self::to_json`] wrote, in this build or another.
     ///
     /// # Errors
-    /// Another format, or not a record. The caller sets the source aside and reports it.
-    pub fn from_json(text: &str) -> Result<Self, RecordError> {
+    /// A format that this build would misread, or not a record. The caller sets the source aside and reports it.
+    pub fn from_json(text: &str) -> Result<Stored, RecordError> {
         #[derive(Deserialize)]
         struct Head {
-            format: u32,
+            #[serde(flatten)]
+            version: Version,
+            kind: String,
         }
-        // The format is read first: fields of another format are not judged by the rules of this one.
-        let Head { format } = serde_json::from_str(text)?;
-        if format != FORMAT {
-            return Err(RecordError::Format { found: format });
+        // The version is read first: fields of another format are not judged by the rules of this one.
+        let version: Version = serde_json::from_str(text)?;
+        version.check(FORMAT)?;
+        let Head { version, kind } = serde_json::from_str(text)?;
+        if version.format > FORMAT && !KINDS.contains(&kind.as_str()) {
+            return Ok(Stored::Unknown { kind });
         }
-        Ok(serde_json::from_str::<Stored<Self>>(text)?.record)
+        let Document { record, .. } = serde_json::from_str::<Document<Self>>(text)?;
+        Ok(if version.format < FORMAT { Stored::Older(record) } else { Stored::Current(record) })
     }
 }

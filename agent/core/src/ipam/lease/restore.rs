@@ -3,10 +3,11 @@
 use super::error::Finding;
 use super::journal::{Change, Outcome};
 use super::record::{Record, RecordKey, RecordTimes};
-use super::{Leases, Timings};
+use super::{Leases, ROUTER, Timings};
 use crate::ip::Family;
-use crate::ipam::node::pod_cidr::{AddressError, Addresses, PodCidr, PodCidrs};
-use ipnet::{Ipv4Net, Ipv6Net};
+use crate::ipam::node::pod_cidr::{AddressError, Addresses};
+use crate::ipam::supply::{Grant, GrantState, Pools, Supply};
+use ipnet::IpNet;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -21,13 +22,9 @@ pub struct Exclusion {
     pub label: String,
 }
 
-/// What the node was given to hand out, as far as it is known.
+/// What lies around the pods on this node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Network {
-    /// IPv4 pod CIDR.
-    pub ipv4: Option<Ipv4Net>,
-    /// IPv6 pod CIDR.
-    pub ipv6: Option<Ipv6Net>,
+pub struct Surroundings {
     /// Addresses that no pod may have.
     pub exclusions: Vec<Exclusion>,
     /// `local-router-ipv4` and `-ipv6`: used as they are, inside or outside the pod CIDR.
@@ -35,6 +32,15 @@ pub struct Network {
     /// Router addresses seen elsewhere than in our own records, the most trusted first: the host's device before
     /// `CiliumInternalIP` of the CiliumNode.
     pub seen_routers: Vec<Addresses>,
+}
+
+/// What became of a [`Supply`] that was handed over.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Accepted {
+    /// What should be known.
+    pub findings: Vec<Finding>,
+    /// Pod CIDRs that the new supply leaves out and that something still holds addresses of: they stay granted, and drain.
+    pub still_held: Vec<IpNet>,
 }
 
 /// A [`Leases`] made from records.
@@ -49,23 +55,21 @@ pub struct Restored {
 }
 
 impl Leases {
-    /// Takes up from the stored records: first the pods' addresses, then the router's, which may be chosen anew
-    /// while a live pod's may not (`ipam` 2.1.5). Works without any pod CIDR: leases are known, released and
+    /// Restores the state machine from the stored records. Works without any pod CIDR: leases are known, released and
     /// confirmed; new ones wait. `boot` is that of the machine now (see [`Moment`](crate::moment::Moment)).
     #[must_use]
     pub fn restore(
         records: impl IntoIterator<Item = Record>,
         timings: Timings,
-        network: Network,
         times: RecordTimes,
         boot: String,
         now: Timestamp,
-        draw: u64,
     ) -> Restored {
         let mut leases = Self {
             timings,
             boot,
-            network: Network::default(),
+            supply: Supply::default(),
+            surroundings: None,
             router: BTreeMap::new(),
             pods: BTreeMap::new(),
             owners: BTreeMap::new(),
@@ -73,8 +77,9 @@ impl Leases {
             resting: BTreeMap::new(),
             generation: 0,
             held_back: None,
-            pools: PodCidrs::default(),
+            pools: Pools::default(),
         };
+        let mut grants = Vec::new();
         let mut findings = Vec::new();
         let mut changes = Vec::new();
         let mut holders: Vec<Record> = Vec::new();
@@ -101,12 +106,21 @@ impl Leases {
                 Record::Router(router) => {
                     leases.router.insert(Family::of(router.address), router);
                 }
+                Record::Grant(grant) => grants.push(grant),
             }
         }
         leases.restore_holders(holders, &mut findings, &mut changes);
-        let mut outcome = leases.set_network(network, now, draw);
-        findings.append(&mut outcome.answer);
-        changes.append(&mut outcome.changes);
+        // Records come in no order.
+        grants.sort_by_key(|grant: &Grant| grant.net);
+        leases.supply = Supply::of_grants(grants);
+        // What is found here is found again, and reported, when the surroundings are known.
+        leases.rebuild(now, &mut Vec::new());
+        for router in leases.router.values() {
+            if let Some(allocator) = leases.pools.with(router.address) {
+                // Held by a pod, it is chosen again when the surroundings are known.
+                let _ = allocator.exclude(router.address, ROUTER);
+            }
+        }
         Restored { leases, findings, changes }
     }
 
@@ -149,48 +163,102 @@ impl Leases {
         }
     }
 
-    /// Takes over what the node was given. Live leases keep their addresses; new ones come from the new CIDR. The same
-    /// network again changes nothing.
-    pub fn set_network(&mut self, mut network: Network, now: Timestamp, draw: u64) -> Outcome<Vec<Finding>> {
+    /// Takes over what the node may allocate from, and what lies around the pods. Live leases keep their addresses; new ones
+    /// come from the active pod CIDRs. The same again changes nothing.
+    ///
+    /// A pod CIDR is recorded before anything of it: in whatever state the process ends, the records tell of every pod CIDR
+    /// that an address was allocated from, and of at most one active one in place of another.
+    pub fn set_supply(
+        &mut self,
+        supply: Supply,
+        mut surroundings: Surroundings,
+        now: Timestamp,
+        draw: u64,
+    ) -> Outcome<Accepted> {
         let mut changes = self.expire(now);
         let mut findings = Vec::new();
+        let (supply, still_held) = self.keep_held(supply);
         // Plugins that get their addresses from us put the gateway on devices of their own. It is the router's still.
-        network.exclusions.retain(|exclusion| self.router.values().all(|router| router.address != exclusion.address));
-        if self.network == network {
-            return Outcome { answer: findings, changes };
+        surroundings
+            .exclusions
+            .retain(|exclusion| self.router.values().all(|router| router.address != exclusion.address));
+        self.record_grants(&supply, &mut changes);
+        let is_same = self.surroundings.as_ref() == Some(&surroundings) && self.supply.has_same_addresses(&supply);
+        self.supply = supply;
+        if is_same {
+            return Outcome { answer: Accepted { findings, still_held }, changes };
         }
-        self.pools = PodCidrs {
-            ipv4: network.ipv4.map(|net| PodCidr::new(net.into())),
-            ipv6: network.ipv6.map(|net| PodCidr::new(net.into())),
-        };
-        self.network = network;
-        self.book_holders(now, &mut findings);
-        self.book_exclusions(&mut findings);
-        for quarantine in self.resting.values() {
-            if let Ok(pool) = self.pools.family(Family::of(quarantine.address)) {
-                pool.restore_quarantine(quarantine.address, quarantine.since, quarantine.until);
-            }
-        }
+        self.surroundings = Some(surroundings);
+        self.rebuild(now, &mut findings);
         for family in [Family::Ipv4, Family::Ipv6] {
             self.choose_router(family, now, draw, &mut findings, &mut changes);
         }
-        Outcome { answer: findings, changes }
+        Outcome { answer: Accepted { findings, still_held }, changes }
+    }
+
+    /// What is granted.
+    #[must_use]
+    pub fn supply(&self) -> &Supply {
+        &self.supply
+    }
+
+    /// Adds the pod CIDRs of which addresses are held and which a new supply leaves out.
+    fn keep_held(&self, mut supply: Supply) -> (Supply, Vec<IpNet>) {
+        let left_out = |grant: &&Grant| !supply.grants().any(|new| new.pool == grant.pool && new.net == grant.net);
+        let is_held = |grant: &&Grant| self.held().any(|address| grant.net.contains(&address));
+        let mut kept: Vec<Grant> = self
+            .supply
+            .grants()
+            .filter(left_out)
+            .filter(is_held)
+            .map(|grant| Grant { state: GrantState::Draining, ..grant.clone() })
+            .collect();
+        kept.sort_by_key(|grant| grant.net);
+        let nets = kept.iter().map(|grant| grant.net).collect();
+        kept.into_iter().for_each(|grant| supply.add(grant));
+        (supply, nets)
+    }
+
+    fn record_grants(&self, supply: &Supply, changes: &mut Vec<Change>) {
+        let is = |one: &Grant, other: &Grant| one.pool == other.pool && one.net == other.net;
+        // What goes drains first, so that no two records compete whatever the process ends between.
+        let gone: Vec<&Grant> = self.supply.grants().filter(|old| !supply.grants().any(|new| is(old, new))).collect();
+        let drained = gone.iter().filter(|grant| grant.state == GrantState::Active);
+        let drained = drained.map(|grant| Grant { state: GrantState::Draining, ..(*grant).clone() });
+        let is_new = |new: &&Grant| !self.supply.grants().any(|old| is(old, new) && old.is_recorded_as(new));
+        let put = drained.chain(supply.grants().filter(is_new).cloned());
+        changes.extend(put.map(|grant| Change::Put(Record::Grant(grant))));
+        changes.extend(gone.iter().map(|grant| Change::Remove(RecordKey::Grant(grant.pool.clone(), grant.net))));
+    }
+
+    /// Makes the allocators of the supply, and books what is held, excluded and quarantined.
+    fn rebuild(&mut self, now: Timestamp, findings: &mut Vec<Finding>) {
+        self.pools = Pools::new(&self.supply);
+        self.book_holders(now, findings);
+        self.book_exclusions(findings);
+        for quarantine in self.resting.values() {
+            if let Some(allocator) = self.pools.with(quarantine.address) {
+                allocator.restore_quarantine(quarantine.address, quarantine.since, quarantine.until);
+            }
+        }
     }
 
     fn book_holders(&mut self, now: Timestamp, findings: &mut Vec<Finding>) {
         let held: Vec<(IpAddr, String)> = self.holders().collect();
         for (address, holder) in held {
-            let Ok(pool) = self.pools.family(Family::of(address)) else { continue };
-            // The allocator is new and holders are distinct, so the only refusal is an address from an earlier CIDR.
-            if pool.allocate(address, &holder, now).is_err() {
-                findings.push(Finding::OutsidePodCidr { holder, address, net: pool.net() });
+            // The allocators are new and holders are distinct, so the only refusal is an address of an earlier pod CIDR.
+            let booked = self.pools.with(address).map(|allocator| allocator.allocate(address, &holder, now));
+            if !matches!(booked, Some(Ok(())))
+                && let Some(net) = self.pools.net_of(Family::of(address))
+            {
+                findings.push(Finding::OutsidePodCidr { holder, address, net });
             }
         }
     }
 
     fn book_exclusions(&mut self, findings: &mut Vec<Finding>) {
-        for Exclusion { address, label } in &self.network.exclusions {
-            let Ok(pool) = self.pools.family(Family::of(*address)) else { continue };
+        for Exclusion { address, label } in self.surroundings.iter().flat_map(|around| &around.exclusions) {
+            let Some(pool) = self.pools.with(*address) else { continue };
             if let Err(AddressError::AlreadyAllocated { owner: holder, .. }) = pool.exclude(*address, label) {
                 findings.push(Finding::ExclusionHeld { address: *address, label: label.clone(), holder });
             }

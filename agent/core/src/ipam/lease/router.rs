@@ -3,7 +3,7 @@
 use super::error::Finding;
 use super::journal::Change;
 use super::record::{Record, RecordKey, Router};
-use super::{Leases, ROUTER};
+use super::{DEFAULT_POOL, Leases, ROUTER};
 use crate::ip::Family;
 use crate::ipam::node::pod_cidr::{AddressError, Addresses};
 use jiff::Timestamp;
@@ -21,16 +21,21 @@ impl Leases {
         changes: &mut Vec<Change>,
     ) {
         let of_family = |addresses: &Addresses| addresses.iter().find(|address| Family::of(*address) == family);
-        if let Some(address) = of_family(&self.network.configured_router) {
-            if let Ok(pool) = self.pools.family(family)
-                && pool.net().contains(&address)
-            {
-                findings.push(Finding::RouterInsidePodCidr { address, net: pool.net() });
-                if let Err(AddressError::AlreadyAllocated { owner: holder, .. }) = pool.exclude(address, ROUTER) {
+        let around = self.surroundings.clone().unwrap_or_default();
+        if let Some(address) = of_family(&around.configured_router) {
+            if let Some(net) = self.pools.net_with(address) {
+                findings.push(Finding::RouterInsidePodCidr { address, net });
+                if let Some(allocator) = self.pools.with(address)
+                    && let Err(AddressError::AlreadyAllocated { owner: holder, .. }) =
+                        allocator.exclude(address, ROUTER)
+                {
                     findings.push(Finding::ExclusionHeld { address, label: ROUTER.to_owned(), holder });
                 }
             }
             self.set_router(address, now, changes);
+            return;
+        }
+        if !self.pools.families(DEFAULT_POOL).contains(&family) {
             return;
         }
         let seen: Vec<IpAddr> = self
@@ -38,14 +43,14 @@ impl Leases {
             .get(&family)
             .map(|router| router.address)
             .into_iter()
-            .chain(self.network.seen_routers.iter().filter_map(of_family))
+            .chain(around.seen_routers.iter().filter_map(of_family))
             .collect();
-        let Ok(pool) = self.pools.family(family) else { return };
         let mut refused: Option<(IpAddr, AddressError)> = None;
         let mut chosen = None;
         for address in &seen {
-            // `allocate` and not `exclude` alone: a router outside the CIDR would belong to another node by now.
-            match pool.allocate(*address, ROUTER, now).and_then(|()| pool.undo(*address, ROUTER)) {
+            // `allocate` and not `exclude` alone: a router outside the pod CIDRs would belong to another node by now.
+            let allocated = self.pools.allocate(DEFAULT_POOL, *address, ROUTER, now);
+            match allocated.and_then(|()| self.free_router(*address)) {
                 Ok(()) => {
                     chosen = Some(*address);
                     break;
@@ -55,9 +60,10 @@ impl Leases {
         }
         let address = match chosen {
             Some(address) => Ok(address),
-            None => {
-                pool.allocate_next(ROUTER, now, draw).and_then(|address| pool.undo(address, ROUTER).map(|()| address))
-            }
+            None => self.pools.allocate_one(DEFAULT_POOL, family, ROUTER, now, draw).and_then(|address| {
+                self.free_router(address)?;
+                Ok(address)
+            }),
         };
         let address = match address {
             Ok(address) => address,
@@ -70,7 +76,8 @@ impl Leases {
             }
         };
         // Free a moment ago, so this is not refused.
-        if let Err(reason) = pool.exclude(address, ROUTER) {
+        let excluded = self.pools.with(address).map_or(Ok(()), |allocator| allocator.exclude(address, ROUTER));
+        if let Err(reason) = excluded {
             findings.push(Finding::NoRouter { reason });
             return;
         }
@@ -82,6 +89,11 @@ impl Leases {
             }
         }
         self.set_router(address, now, changes);
+    }
+
+    /// Frees an address that was allocated to see whether it can be.
+    fn free_router(&mut self, address: IpAddr) -> Result<(), AddressError> {
+        self.pools.with(address).map_or(Ok(()), |allocator| allocator.undo(address, ROUTER))
     }
 
     fn set_router(&mut self, address: IpAddr, now: Timestamp, changes: &mut Vec<Change>) {

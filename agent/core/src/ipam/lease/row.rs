@@ -120,9 +120,9 @@ impl Leases {
         rows.extend(self.router.values().map(|router| reserved(router.address, ROUTER, Some(router.since))));
         let excluded = |exclusion: &&Exclusion| {
             let address = exclusion.address;
-            self.pools.iter().any(|pool| pool.usable(address)) && self.holders().all(|(held, _)| held != address)
+            self.pools.usable(address) && self.holders().all(|(held, _)| held != address)
         };
-        let exclusions = self.network.exclusions.iter().filter(excluded);
+        let exclusions = self.surroundings.iter().flat_map(|around| &around.exclusions).filter(excluded);
         rows.extend(exclusions.map(|exclusion| reserved(exclusion.address, &exclusion.label, None)));
         rows.sort_by(|a, b| (a.address, &a.holder).cmp(&(b.address, &b.holder)));
         rows

@@ -1,8 +1,10 @@
 use super::*;
 use crate::ipam::audit::{self, Audit, HostLink, Namespace, Seen};
 use crate::ipam::node::pod_cidr::AddressError;
+use crate::ipam::node::pod_cidr::Usage;
+use crate::ipam::supply::{Grant, GrantState};
 use crate::reconcile::{Classify, ErrorClass};
-use ipnet::Ipv4Net;
+use ipnet::{IpNet, Ipv4Net};
 use proptest::prelude::*;
 use std::fmt;
 
@@ -19,6 +21,32 @@ fn moment(boot: &str, uptime_ns: u64) -> Moment {
 /// An ADD for the container `c1`.
 fn begun(began: Moment) -> AddRequest {
     AddRequest { began: Some(began), ..request("c1", "u1") }
+}
+
+/// What is granted in each family, and what lies around the pods.
+#[derive(Debug, Clone, Default)]
+struct Network {
+    ipv4: Option<Ipv4Net>,
+    ipv6: Option<ipnet::Ipv6Net>,
+    exclusions: Vec<Exclusion>,
+    configured_router: Addresses,
+    seen_routers: Vec<Addresses>,
+}
+
+impl Leases {
+    fn set_network(&mut self, network: Network, now: Timestamp, draw: u64) -> Outcome<Vec<Finding>> {
+        let Network { ipv4, ipv6, exclusions, configured_router, seen_routers } = network;
+        let nets = ipv4.map(IpNet::V4).into_iter().chain(ipv6.map(IpNet::V6));
+        let surroundings = Surroundings { exclusions, configured_router, seen_routers };
+        let Outcome { answer, changes } =
+            self.set_supply(Supply::of_grants(nets.map(Grant::new)), surroundings, now, draw);
+        Outcome { answer: answer.findings, changes }
+    }
+}
+
+fn read(text: &str) -> Record {
+    let Stored::Current(record) = Record::from_json(text).unwrap() else { panic!("{text}") };
+    record
 }
 
 fn ip(text: &str) -> IpAddr {
@@ -77,9 +105,12 @@ impl Agent {
     }
 
     fn restore(mut disk: BTreeMap<RecordKey, String>, network: Network, times: RecordTimes, now: Timestamp) -> Self {
-        let records: Vec<Record> = disk.values().map(|text| Record::from_json(text).unwrap()).collect();
-        let Restored { leases, findings, changes } =
-            Leases::restore(records, Timings::default(), network, times, BOOT.to_owned(), now, 11);
+        let records: Vec<Record> = disk.values().map(|text| read(text)).collect();
+        let Restored { mut leases, mut findings, changes } =
+            Leases::restore(records, Timings::default(), times, BOOT.to_owned(), now);
+        write(&mut disk, &changes);
+        let Outcome { answer, changes } = leases.set_network(network, now, 11);
+        findings.extend(answer);
         write(&mut disk, &changes);
         Self { leases, disk, findings }
     }
@@ -110,7 +141,7 @@ impl Agent {
     }
 
     fn usage(&self) -> Usage {
-        self.leases.usage()[0].1
+        self.leases.usage()[0].usage
     }
 }
 
@@ -228,7 +259,8 @@ fn an_add_that_asked_again_and_was_never_finished_ends_by_itself_as_any_other() 
     let (mut agent, generation) = asked_again();
     assert_eq!(agent.del_begun(moment(BOOT, 20), at(23)), None);
     let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(24));
-    let changes = agent.leases.clone().expire(at(23 + 600));
+    let unfinished = Agent::restart(agent.disk.clone(), network("10.66.1.16/28"), at(24));
+    let changes = { unfinished }.leases.expire(at(23 + 600));
     assert!(changes.contains(&Change::Remove(RecordKey::Pod(attachment("c1")))), "{changes:?}");
     let confirmed = agent.confirm("c1", generation, at(25)).unwrap();
     assert_eq!(agent.del_begun(moment(BOOT, 20), at(26)), None);
@@ -788,20 +820,93 @@ fn records_read_as_written_and_others_are_refused_by_name() {
     agent.del("c3", at(1));
     let outcome = agent.leases.allocate_for_owner(owner_request(None, true), at(0), 5);
     agent.done(outcome).unwrap();
-    let kinds: BTreeSet<&str> = agent.disk.values().map(|text| text.split('"').nth(5).unwrap()).collect();
-    assert_eq!(kinds, BTreeSet::from(["owner", "pod", "quarantine", "router", "tombstone"]));
+    let kinds: BTreeSet<&str> = agent.disk.values().map(|text| text.split('"').nth(7).unwrap()).collect();
+    assert_eq!(kinds, BTreeSet::from(["grant", "owner", "pod", "quarantine", "router", "tombstone"]));
     for (key, text) in &agent.disk {
-        let record = Record::from_json(text).unwrap();
+        let record = read(text);
         assert_eq!((&record.key(), &record.to_json().unwrap()), (key, text));
-        assert!(text.starts_with(r#"{"format":1,"kind":"#), "{text}");
+        assert!(text.starts_with(r#"{"format":2,"oldest_reader":2,"kind":"#), "{text}");
         for length in 0..text.len() {
             assert!(Record::from_json(&text[..length]).is_err());
         }
+        // The release before wrote the same without an oldest reader, and no grants.
+        let before = text.replace(r#"{"format":2,"oldest_reader":2,"#, r#"{"format":1,"#);
+        assert_eq!(Record::from_json(&before).unwrap(), Stored::Older(record.clone()));
+        // A later one adds fields, and says that this one may ignore them.
+        let later = text.replace(r#"{"format":2,"#, r#"{"more":[1],"format":3,"#);
+        assert_eq!(Record::from_json(&later).unwrap(), Stored::Current(record));
     }
-    let error = Record::from_json(r#"{"format":2,"kind":"new","field":[]}"#).unwrap_err();
-    assert!(matches!(error, RecordError::Format { found: 2 }), "{error}");
-    assert!(error.to_string().contains("format 2") && error.to_string().contains("format 1"));
-    assert!(matches!(Record::from_json(r#"{"format":1,"kind":"new"}"#), Err(RecordError::Damaged(_))));
+    let unknown = Record::from_json(r#"{"format":3,"oldest_reader":2,"kind":"new","field":[]}"#).unwrap();
+    assert_eq!(unknown, Stored::Unknown { kind: "new".to_owned() });
+    let error = Record::from_json(r#"{"format":3,"oldest_reader":3,"kind":"pod"}"#).unwrap_err();
+    assert!(matches!(error, RecordError::Format(_)) && error.to_string().contains("format 3"), "{error}");
+    assert!(matches!(Record::from_json(r#"{"format":2,"kind":"new"}"#), Err(RecordError::Damaged(_))));
+}
+
+#[test]
+fn a_pod_cidr_is_recorded_before_anything_of_it_and_exchanged_without_a_gap() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let old = RecordKey::Grant(DEFAULT_POOL.to_owned(), "10.66.1.16/28".parse().unwrap());
+    let new = RecordKey::Grant(DEFAULT_POOL.to_owned(), "10.99.0.0/24".parse().unwrap());
+    let changes = agent.leases.set_network(network("10.99.0.0/24"), at(1), 3).changes;
+    let of_grants: Vec<&Change> =
+        changes.iter().filter(|change| matches!(change.key(), RecordKey::Grant(..))).collect();
+    let [Change::Put(Record::Grant(drains)), Change::Put(Record::Grant(serves)), Change::Remove(gone)] = &of_grants[..]
+    else {
+        panic!("{of_grants:?}");
+    };
+    assert_eq!((drains.state, serves.state), (GrantState::Draining, GrantState::Active));
+    assert_eq!(
+        (Record::Grant(drains.clone()).key(), Record::Grant(serves.clone()).key(), gone),
+        (old.clone(), new.clone(), &old)
+    );
+    // After each of the writes a restart serves one of the two.
+    for count in 0..=changes.len() {
+        let mut disk = agent.disk.clone();
+        write(&mut disk, &changes[..count]);
+        let records: Vec<Record> = disk.values().map(|text| read(text)).collect();
+        let timings = Timings::default();
+        let restored = Leases::restore(records, timings, RecordTimes::Continue, BOOT.to_owned(), at(2)).leases;
+        let served = restored.supply().served(DEFAULT_POOL, Family::Ipv4).unwrap();
+        let active = restored.supply().grants().filter(|grant| grant.state == GrantState::Active).count();
+        assert!(active <= 1, "{count}: {:?}", restored.supply());
+        assert_eq!(served.net == serves.net, disk.contains_key(&new), "{count}");
+    }
+}
+
+#[test]
+fn a_pod_cidr_that_is_left_out_drains_as_long_as_something_holds_an_address_of_it() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    agent.add(request("c1", "u1"), at(0)).unwrap();
+    let next = Supply::of_grants([Grant::new("10.99.0.0/24".parse().unwrap())]);
+    let set = |agent: &mut Agent, second| {
+        let outcome = agent.leases.set_supply(next.clone(), Surroundings::default(), at(second), 3);
+        agent.done(outcome).still_held
+    };
+    let held: IpNet = "10.66.1.16/28".parse().unwrap();
+    assert_eq!((set(&mut agent, 1), set(&mut agent, 2)), (vec![held], vec![held]));
+    assert!(agent.disk.contains_key(&RecordKey::Grant(DEFAULT_POOL.to_owned(), held)));
+    agent.del("c1", at(3));
+    assert_eq!(set(&mut agent, 4), []);
+    assert!(!agent.disk.contains_key(&RecordKey::Grant(DEFAULT_POOL.to_owned(), held)));
+}
+
+#[test]
+fn a_pod_without_a_record_that_the_datapath_knows_keeps_its_address_until_the_reboot() {
+    let mut agent = Agent::start(network("10.66.1.16/28"));
+    let taken = agent.add(request("c1", "u1"), at(0)).unwrap();
+    let outcome = agent.leases.adopt(address(&taken), 7, at(1));
+    assert_eq!(agent.done(outcome), None);
+    let lost = ip("10.66.1.30");
+    let outcome = agent.leases.adopt(lost, 7, at(1));
+    assert_eq!(agent.done(outcome).unwrap().addresses.iter().next(), Some(lost));
+    let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(2));
+    let row = agent.leases.snapshot().into_iter().find(|row| row.address == lost).unwrap();
+    assert_eq!(row.state, RowState::Confirmed);
+    let named = agent.leases.allocate_address_for_owner(lost, "ns/x".to_owned(), DEFAULT_POOL, at(3));
+    assert!(agent.done(named).is_err());
+    let outcome = agent.leases.drop_gone(|_| false, at(4));
+    assert_eq!(agent.done(outcome).len(), 2);
 }
 
 #[test]
@@ -1123,13 +1228,13 @@ proptest! {
                 prop_assert!(!agent.disk.contains_key(&RecordKey::Pod(attachment(sandbox))));
             }
             // What a full disk makes wait does not pile up.
-            prop_assert!(process.owed.len() <= 40, "{:?}", process.owed);
+            prop_assert!(process.owed.len() <= 44, "{:?}", process.owed);
             // One owner for each address; the allocator agrees with the leases; nobody has the router's.
             let mut seen = BTreeSet::new();
             for row in agent.leases.snapshot() {
                 prop_assert!(seen.insert(row.address), "{} twice", row.address);
             }
-            let inside = |address: &IpAddr| agent.leases.pools.iter().any(|pool| pool.usable(*address));
+            let inside = |address: &IpAddr| agent.leases.pools.usable(*address);
             let held = agent.leases.holders().filter(|(address, _)| inside(address)).count();
             let resting = agent.leases.resting.keys().filter(|address| inside(address)).count();
             let usage = agent.usage();
@@ -1155,6 +1260,9 @@ proptest! {
             // The disk holds exactly what memory holds. Looked at in one step of eight, since reading it takes long.
             if process.owed.is_empty() && draw.is_multiple_of(8) {
                 let mut copy = Agent::restart(agent.disk.clone(), network(CIDRS[cidr]), now);
+                // A pod CIDR that drains is forgotten when the supply is handed over the next time.
+                let outcome = agent.leases.set_network(network(CIDRS[cidr]), now, draw);
+                agent.done(outcome);
                 prop_assert_eq!(&copy.disk, &agent.disk);
                 copy.leases.generation = agent.leases.generation;
                 prop_assert_eq!(format!("{:?}", copy.leases), format!("{:?}", agent.leases));
@@ -1183,11 +1291,13 @@ proptest! {
                 prop_assert!(late.is_none(), "{:?}", late);
             }
         }
+        let outcome = process.agent.leases.set_network(network(CIDRS[cidr]), now, 1);
+        process.agent.done(outcome);
         let agent = &process.agent;
         let usage = agent.usage();
         let routers = agent.leases.router().iter().count() as u64;
         prop_assert_eq!(usage, Usage { size: usage.size, used: 0, reserved: routers, quarantined: 0 });
-        prop_assert_eq!(agent.disk.len() as u64, routers);
+        prop_assert_eq!(agent.disk.len() as u64, routers + 1, "the pod CIDR, and the router's");
         prop_assert_eq!(agent.leases.next_deadline(), None);
     }
 }

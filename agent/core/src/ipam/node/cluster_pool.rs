@@ -4,14 +4,103 @@
 //! was true once. A block in use stays in use while anything holds an address of it, and is listed as long: whoever gives
 //! blocks must see every one that pods have addresses of.
 
-use crate::ip::overlaps;
+use super::{NodeInput, NodeMode, NodePlan, Observed, POD_CIDR_WAIT, PlanFinding};
+use crate::ip::Family;
+use crate::ipam::supply::{DEFAULT_POOL, Grant, GrantState, Supply};
 use crate::ipam::verdict::{Code, Verdict};
 use ipnet::{IpNet, Ipv4Net};
-use std::net::Ipv4Addr;
+use jiff::Timestamp;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr};
 
 /// Annotation of a CiliumNode: the block that its agent listed there itself, because pods have addresses of it. It is
 /// written and taken away with the list, so that nobody need remember what was whose.
 pub const CLAIM: &str = "cistern.io/claimed-pod-cidr";
+
+/// The mode.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ClusterPool {
+    /// `cluster-pool-ipv4-cidr`; empty where the operator alone is configured with it.
+    pub ranges: Vec<Ipv4Net>,
+}
+
+impl NodeMode for ClusterPool {
+    fn plan(&self, input: &NodeInput<'_>, _now: Timestamp) -> NodePlan {
+        let granted = input.granted.served(DEFAULT_POOL, Family::Ipv4);
+        let served = granted.and_then(Served::of_grant);
+        let held = granted.is_some_and(|grant| input.held.may_hold(&grant.net));
+        let beyond = input.held.outside(granted.map(|grant| &grant.net), Family::Ipv4).map(|held| ipv4(&held));
+        let listed = match &input.cilium_node {
+            Observed::Unknown => None,
+            Observed::Absent => Some(Listed::default()),
+            Observed::Present(object) => Some(object.listed),
+        };
+        let is_known = listed.is_some() && beyond.is_some();
+        // A pod CIDR that is held is kept, whoever lists it.
+        let taken = !held && granted.is_some_and(|grant| (input.listed_elsewhere)(&grant.net));
+        let Choice { served: chosen, list, mut wait } = choose(&Input {
+            node: input.node,
+            served: served.as_ref(),
+            listed,
+            taken,
+            node_uid: input.kubernetes_node.present().map(|node| node.uid),
+            held,
+            beyond: beyond.as_deref(),
+        });
+        let grant = match (chosen, granted) {
+            (Some(chosen), _) => Some(chosen.into_grant()),
+            // It must have gone off the list before it is given up, so that it is not taken from there again.
+            (None, Some(granted)) if list.is_some() => Some(Grant { state: GrantState::Draining, ..granted.clone() }),
+            (None, _) => None,
+        };
+        let findings = grant.iter().filter_map(|grant| self.elsewhere(input.node, grant.net)).collect();
+        let fix = "set cluster-pool-ipv4-cidr to a range that no node uses and delete this node's CiliumNode";
+        let active = grant.as_ref().filter(|grant| grant.state == GrantState::Active);
+        let blocked = active.and_then(|grant| input.blocked(&grant.net, fix));
+        let supply = (grant.is_some() || is_known).then(|| {
+            let mut supply = Supply::of_grants(grant);
+            supply.block(blocked.as_deref());
+            supply
+        });
+        wait = blocked.or(wait);
+        NodePlan {
+            supply,
+            write: input.intent(list, true),
+            waits: wait.map(|reason| BTreeMap::from([(POD_CIDR_WAIT, reason)])).unwrap_or_default(),
+            findings,
+        }
+    }
+}
+
+impl ClusterPool {
+    /// A node keeps its pod CIDR when the ranges are changed (`ipam` 7.1, report 4).
+    fn elsewhere(&self, node: &str, net: IpNet) -> Option<PlanFinding> {
+        let within = |range: &Ipv4Net| IpNet::V4(*range).contains(&net);
+        if self.ranges.is_empty() || self.ranges.iter().any(within) {
+            return None;
+        }
+        let ranges: Vec<String> = self.ranges.iter().map(ToString::to_string).collect();
+        Some(PlanFinding {
+            reason: "pod-cidr-not-configured",
+            subject: net.to_string(),
+            message: format!(
+                "cluster-pool-ipv4-cidr is {}, and this node is still on {net}, because a node keeps its pod CIDR while it \
+                 may have pods; to renumber it, drain it, stop its agent, delete its CiliumNode {node:?} and leases/grant-* in \
+                 state-dir, and start the agent again",
+                ranges.join(",")
+            ),
+        })
+    }
+}
+
+fn ipv4(addresses: &[IpAddr]) -> Vec<Ipv4Addr> {
+    let ipv4 = |address: &IpAddr| match address {
+        IpAddr::V4(address) => Some(*address),
+        IpAddr::V6(_) => None,
+    };
+    addresses.iter().filter_map(ipv4).collect()
+}
 
 /// The block that a node gives addresses from, with what must be remembered of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,6 +114,20 @@ pub struct Served {
     /// The block was listed for this node since the agent started. One that was not may be somebody else's by now: the
     /// machine may have been away for long.
     pub confirmed: bool,
+}
+
+impl Served {
+    /// What a granted IPv4 pod CIDR is served as.
+    fn of_grant(grant: &Grant) -> Option<Self> {
+        let IpNet::V4(block) = grant.net else { return None };
+        let leaving = grant.state == GrantState::Draining;
+        Some(Self { block, leaving, node_uid: grant.node_uid.clone(), confirmed: grant.confirmed })
+    }
+
+    fn into_grant(self) -> Grant {
+        let state = if self.leaving { GrantState::Draining } else { GrantState::Active };
+        Grant { state, node_uid: self.node_uid, confirmed: self.confirmed, ..Grant::new(IpNet::V4(self.block)) }
+    }
 }
 
 /// What a CiliumNode says of blocks.
@@ -60,7 +163,7 @@ pub struct Input<'a> {
 }
 
 /// A list of blocks to write, and with it [`CLAIM`].
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct List {
     /// `spec.ipam.podCIDRs`. What others wrote there stays, whatever it is.
     pub pod_cidrs: Vec<String>,
@@ -216,34 +319,6 @@ fn lost(block: Ipv4Net) -> String {
     )
 }
 
-/// Chooses for `node` from what all CiliumNodes list, by name; none before the API server has told.
-#[must_use]
-pub fn choose_among<'a>(
-    node: &str,
-    served: Option<&Served>,
-    lists: Option<impl Iterator<Item = (&'a str, Listed<'a>)>>,
-    node_uid: Option<&str>,
-    held: bool,
-    beyond: Option<&[Ipv4Addr]>,
-) -> Choice {
-    let block = served.map(|served| IpNet::V4(served.block));
-    let is_taken =
-        |listed| block.is_some_and(|block| ipv4_blocks(listed).any(|other| overlaps(&IpNet::V4(other), &block)));
-    let Some(lists) = lists else {
-        return choose(&Input { node, served, listed: None, taken: false, node_uid, held, beyond });
-    };
-    let (mut own, mut taken) = (Listed::default(), false);
-    for (name, listed) in lists {
-        if name == node {
-            own = listed;
-        } else if !held {
-            // A block that is held is kept, whoever lists it: thousands of lists need not be read for that.
-            taken = taken || is_taken(listed.pod_cidrs);
-        }
-    }
-    choose(&Input { node, served, listed: Some(own), taken, node_uid, held, beyond })
-}
-
 /// Whether a block was got for a Node that is another one than this.
 fn is_of_another(served: &Served, node_uid: Option<&str>) -> bool {
     served.node_uid.as_deref().zip(node_uid).is_some_and(|(then, now)| then != now)
@@ -251,6 +326,7 @@ fn is_of_another(served: &Served, node_uid: Option<&str>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::{self, World};
     use super::*;
 
     fn net(text: &str) -> Ipv4Net {
@@ -434,5 +510,125 @@ mod tests {
         // Listed again for the new Node, it is the new one's.
         let again = Seen { listed: &[A], ..seen }.choice(false).served.unwrap();
         assert_eq!(again.node_uid.as_deref(), Some("u2"));
+    }
+
+    fn list(pod_cidrs: &[&str], claim: Option<&str>) -> Option<List> {
+        Some(List { pod_cidrs: texts(pod_cidrs), claim: claim.map(net) })
+    }
+
+    #[test]
+    fn the_first_pod_cidr_of_the_list_is_served_and_without_one_the_operator_is_waited_for() {
+        let mode = ClusterPool::default();
+        let mut world = World { listed: Some(texts(&[A, B])), ..World::granted(&[]) };
+        let plan = world.plan(&mode);
+        assert_eq!((World::served(&plan).as_deref(), plan.write, plan.waits), (Some(A), None, BTreeMap::new()));
+        world.listed = Some(Vec::new());
+        let plan = world.plan(&mode);
+        assert_eq!((plan.supply, plan.write), (Some(Supply::default()), None));
+        assert!(plan.waits[POD_CIDR_WAIT].contains("operator"));
+        // The object is created with an empty list, which the operator fills.
+        world.listed = None;
+        let write = world.plan(&mode).write.unwrap();
+        assert_eq!((write.planned_from, write.list), (None, None));
+    }
+
+    #[test]
+    fn a_pod_cidr_is_exchanged_in_one_step_when_nothing_is_held() {
+        let mode = ClusterPool::default();
+        let mut world = World { listed: Some(texts(&[B])), ..World::granted(&[A]) };
+        world.held.insert("10.33.0.7".parse().unwrap());
+        let plan = world.plan(&mode);
+        assert_eq!(World::served(&plan).as_deref(), Some(A));
+        let write = plan.write.unwrap();
+        assert_eq!(
+            (write.planned_from.as_deref(), write.list, write.contested),
+            (Some("7"), list(&[A, B], Some(A)), true)
+        );
+        world.held.clear();
+        let plan = world.plan(&mode);
+        assert_eq!(World::served(&plan).as_deref(), Some(B));
+        // Planning an applied plan changes nothing.
+        world.granted = plan.supply.clone().unwrap();
+        assert_eq!(world.plan(&mode), plan);
+    }
+
+    #[test]
+    fn what_is_given_up_goes_off_the_list_before_it_is_forgotten() {
+        let mode = ClusterPool::default();
+        let refusal = refusal(Code::AlreadyAllocated, A);
+        let mut world = World::granted(&[A]);
+        let plan = |world: &World, listed: &[&str]| {
+            let pod_cidrs = texts(listed);
+            let listed = Listed { pod_cidrs: &pod_cidrs, claim: None, refusal: Some(&refusal), is_contested: true };
+            let input = NodeInput {
+                node: "n1",
+                granted: &world.granted,
+                held: super::super::Held(Some(&world.held)),
+                cilium_node: Observed::Present(super::super::CiliumNodeFacts { resource_version: "7", listed }),
+                kubernetes_node: Observed::Unknown,
+                listed_elsewhere: &|_| true,
+                contested: &|_| None,
+                overlapping: &|_| None,
+            };
+            mode.plan(&input, Timestamp::UNIX_EPOCH)
+        };
+        let first = plan(&world, &[A]);
+        world.granted = first.supply.clone().unwrap();
+        assert_eq!(world.granted.served(DEFAULT_POOL, Family::Ipv4).unwrap().state, GrantState::Draining);
+        assert_eq!(first.write.clone().unwrap().list, list(&[], None));
+        assert_eq!(plan(&world, &[A]).supply, first.supply, "until that is written");
+        let then = plan(&world, &[]);
+        assert_eq!((then.supply, then.write), (Some(Supply::default()), None));
+    }
+
+    #[test]
+    fn before_the_api_server_answers_what_is_granted_is_served_and_nothing_is_concluded() {
+        let mode = ClusterPool::default();
+        let unknown = |granted: &Supply, held: Option<&std::collections::BTreeSet<IpAddr>>| {
+            let input = NodeInput {
+                node: "n1",
+                granted,
+                held: super::super::Held(held),
+                cilium_node: Observed::Unknown,
+                kubernetes_node: Observed::Unknown,
+                listed_elsewhere: &|_| false,
+                contested: &|_| None,
+                overlapping: &|_| None,
+            };
+            mode.plan(&input, Timestamp::UNIX_EPOCH)
+        };
+        let world = World::granted(&[A]);
+        let plan = unknown(&world.granted, None);
+        assert_eq!((World::served(&plan).as_deref(), plan.write), (Some(A), None));
+        assert_eq!(unknown(&Supply::default(), Some(&world.held)).supply, None);
+        assert_eq!(unknown(&Supply::default(), None).supply, None);
+    }
+
+    #[test]
+    fn a_pod_cidr_that_another_node_lists_or_that_covers_the_nodes_network_gives_nothing_new() {
+        let mode = ClusterPool::default();
+        let elsewhere = Some(("n2", testing::net("10.33.0.0/25")));
+        let world = World { listed: Some(texts(&[A])), elsewhere, ..World::granted(&[A]) };
+        let plan = world.plan(&mode);
+        let wait = &plan.waits[POD_CIDR_WAIT];
+        assert!(wait.contains("n2") && wait.contains("10.33.0.0/25"), "{wait}");
+        assert_eq!(plan.supply.unwrap().refusal(DEFAULT_POOL).as_ref(), Some(wait));
+        let world = World { elsewhere: None, network: Some(testing::net("10.33.0.9/24")), ..world };
+        let wait = world.plan(&mode).waits[POD_CIDR_WAIT].clone();
+        assert!(wait.contains("10.33.0.0/24") && wait.contains("cluster-pool-ipv4-cidr"), "{wait}");
+    }
+
+    #[test]
+    fn a_pod_cidr_outside_of_the_configured_ranges_is_reported_with_the_way_out() {
+        let world = World { listed: Some(texts(&[A])), ..World::granted(&[A]) };
+        for (ranges, found) in [(&[][..], false), (&["10.99.0.0/16", "10.33.0.0/16"], false), (&["10.99.0.0/16"], true)]
+        {
+            let mode = ClusterPool { ranges: ranges.iter().map(|text| net(text)).collect() };
+            let findings = world.plan(&mode).findings;
+            assert_eq!(!findings.is_empty(), found, "{ranges:?}");
+            let good =
+                |finding: &PlanFinding| ["10.99.0.0/16", A, "drain"].iter().all(|part| finding.message.contains(part));
+            assert!(findings.iter().all(good), "{findings:?}");
+        }
     }
 }

@@ -4,26 +4,16 @@
 //! position. It keeps only what is not free, so its cost follows the pods and not the size of the CIDR. Who holds an
 //! address, and why, is known one level up, in [`crate::ipam::lease`].
 
+use super::bookings::Bookings;
 use crate::ip::{Family, address_bits, net_bounds, overlaps};
+use crate::ipam::supply::Allocator;
 use ipnet::IpNet;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// Of an IPv6 pod CIDR only the first 2^16 addresses are used.
 pub const MAX_IPV6_ADDRESSES: u128 = 1 << 16;
-
-/// Why an address is not free.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Booking {
-    /// Held by this owner.
-    Held(String),
-    /// Never given to anybody, under this label (`node-ip`, `router`).
-    Excluded(String),
-    /// Given back, and resting.
-    Quarantined { since: Timestamp, until: Timestamp },
-}
 
 /// Addresses of a pod CIDR by state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -59,6 +49,21 @@ pub enum AddressError {
         net: IpNet,
         /// What became of its addresses.
         usage: Usage,
+    },
+    /// As [`Self::RangeFull`] for a pool of single addresses.
+    #[error(
+        "pool full: of {} addresses, {} are in use, {} reserved, {} in quarantine",
+        usage.size, usage.used, usage.reserved, usage.quarantined
+    )]
+    PoolFull {
+        /// What became of its addresses.
+        usage: Usage,
+    },
+    /// Not an address of this pool.
+    #[error("{address} is not an address of this pool")]
+    NotInPool {
+        /// The address asked for.
+        address: IpAddr,
     },
     /// Not an address that this CIDR can give.
     #[error("{address} is not in the valid range: {net} gives {first} to {last}")]
@@ -118,7 +123,7 @@ pub struct PodCidr {
     net: IpNet,
     first: u128,
     last: u128,
-    bookings: BTreeMap<u128, Booking>,
+    bookings: Bookings<u128>,
 }
 
 impl PodCidr {
@@ -135,133 +140,13 @@ impl PodCidr {
             // The cap may have cut the last address of the CIDR off already.
             last = last.min(net_bounds(&net).1 - 1);
         }
-        Self { net, first, last, bookings: BTreeMap::new() }
+        Self { net, first, last, bookings: Bookings::default() }
     }
 
     /// The CIDR, without host bits.
     #[must_use]
     pub fn net(&self) -> IpNet {
         self.net
-    }
-
-    /// Whether the address is one that this CIDR can give.
-    #[must_use]
-    pub fn usable(&self, address: IpAddr) -> bool {
-        self.position(address).is_ok()
-    }
-
-    /// Keeps an address from being given, under a label such as `router`. An address outside the usable range needs
-    /// no keeping and is accepted.
-    ///
-    /// # Errors
-    /// When it is held or excluded already; the quarantine of an address ends by this.
-    pub fn exclude(&mut self, address: IpAddr, label: &str) -> Result<(), AddressError> {
-        let Ok(position) = self.position(address) else { return Ok(()) };
-        match self.bookings.get(&position) {
-            Some(Booking::Held(owner)) => Err(AddressError::AlreadyAllocated { address, owner: owner.clone() }),
-            Some(Booking::Excluded(owner)) if owner != label => {
-                Err(AddressError::Excluded { address, owner: owner.clone() })
-            }
-            _ => {
-                self.bookings.insert(position, Booking::Excluded(label.to_owned()));
-                Ok(())
-            }
-        }
-    }
-
-    /// Gives a free address to `owner`: the first free one from the random position `draw` onwards, around the end.
-    /// When none is free, the address that has rested longest.
-    ///
-    /// # Errors
-    /// [`AddressError::RangeFull`] when everything is held or excluded.
-    pub fn allocate_next(&mut self, owner: &str, now: Timestamp, draw: u64) -> Result<IpAddr, AddressError> {
-        self.expire(now);
-        let start = self.first + u128::from(draw) % (self.last - self.first + 1);
-        let position = self
-            .free_from(start, self.last)
-            .or_else(|| if start > self.first { self.free_from(self.first, start - 1) } else { None })
-            .or_else(|| self.longest_rested());
-        let Some(position) = position else {
-            return Err(AddressError::RangeFull { net: self.net, usage: self.usage() });
-        };
-        self.bookings.insert(position, Booking::Held(owner.to_owned()));
-        Ok(self.family().address(position))
-    }
-
-    /// Gives this address to `owner`.
-    ///
-    /// # Errors
-    /// Outside the usable range, held, excluded (the error names for what), or in quarantine.
-    pub fn allocate(&mut self, address: IpAddr, owner: &str, now: Timestamp) -> Result<(), AddressError> {
-        self.expire(now);
-        let position = self.position(address)?;
-        match self.bookings.get(&position) {
-            None => {
-                self.bookings.insert(position, Booking::Held(owner.to_owned()));
-                Ok(())
-            }
-            Some(Booking::Held(owner)) => Err(AddressError::AlreadyAllocated { address, owner: owner.clone() }),
-            Some(Booking::Excluded(owner)) => Err(AddressError::Excluded { address, owner: owner.clone() }),
-            Some(Booking::Quarantined { until, .. }) => Err(AddressError::InQuarantine { address, until: *until }),
-        }
-    }
-
-    /// Frees an address at once: nobody was told of it yet.
-    ///
-    /// # Errors
-    /// When `owner` does not hold it. Nothing changes then.
-    pub fn undo(&mut self, address: IpAddr, owner: &str) -> Result<(), AddressError> {
-        let position = self.held_position(address, owner)?;
-        self.bookings.remove(&position);
-        Ok(())
-    }
-
-    /// Gives an address back; it rests until `until`.
-    ///
-    /// # Errors
-    /// When `owner` does not hold it. Nothing changes then.
-    pub fn release(
-        &mut self,
-        address: IpAddr,
-        owner: &str,
-        now: Timestamp,
-        until: Timestamp,
-    ) -> Result<(), AddressError> {
-        let position = self.held_position(address, owner)?;
-        self.bookings.insert(position, Booking::Quarantined { since: now, until });
-        Ok(())
-    }
-
-    /// Puts a recorded quarantine back. Returns false, and changes nothing, when the address is not usable here or is
-    /// booked otherwise.
-    pub fn restore_quarantine(&mut self, address: IpAddr, since: Timestamp, until: Timestamp) -> bool {
-        match self.position(address) {
-            Ok(position) if !self.bookings.contains_key(&position) => {
-                self.bookings.insert(position, Booking::Quarantined { since, until });
-                true
-            }
-            _ => false,
-        }
-    }
-
-    /// Frees every address whose quarantine has ended.
-    pub fn expire(&mut self, now: Timestamp) {
-        self.bookings.retain(|_, booking| !matches!(booking, Booking::Quarantined { until, .. } if *until <= now));
-    }
-
-    /// Addresses by state.
-    #[must_use]
-    pub fn usage(&self) -> Usage {
-        let size = u64::try_from(self.last - self.first + 1).unwrap_or(u64::MAX);
-        let mut usage = Usage { size, ..Usage::default() };
-        for booking in self.bookings.values() {
-            match booking {
-                Booking::Held(_) => usage.used += 1,
-                Booking::Excluded(_) => usage.reserved += 1,
-                Booking::Quarantined { .. } => usage.quarantined += 1,
-            }
-        }
-        usage
     }
 
     fn family(&self) -> Family {
@@ -277,35 +162,67 @@ impl PodCidr {
         Err(AddressError::OutOfRange { address, net: self.net, first, last })
     }
 
-    fn held_position(&self, address: IpAddr, owner: &str) -> Result<u128, AddressError> {
-        let position = self.position(address)?;
-        match self.bookings.get(&position) {
-            Some(Booking::Held(holder)) if holder == owner => Ok(position),
-            _ => Err(AddressError::NotHeld { address, owner: owner.to_owned() }),
-        }
-    }
-
-    /// The first position in the range without a booking: walks the bookings, which are sorted, until they leave a gap.
+    /// The first free position in the range: walks what is not free, which is sorted, until that leaves a gap.
     fn free_from(&self, first: u128, last: u128) -> Option<u128> {
         let mut candidate = first;
-        for (booked, _) in self.bookings.range(first..=last) {
-            if *booked > candidate {
+        for booked in self.bookings.between(first, last) {
+            if booked > candidate {
                 break;
             }
             candidate = booked.checked_add(1)?;
         }
         (candidate <= last).then_some(candidate)
     }
+}
 
-    fn longest_rested(&self) -> Option<u128> {
-        self.bookings
-            .iter()
-            .filter_map(|(position, booking)| match booking {
-                Booking::Quarantined { since, .. } => Some((*since, *position)),
-                _ => None,
-            })
-            .min()
-            .map(|(_, position)| position)
+impl Allocator for PodCidr {
+    fn usable(&self, address: IpAddr) -> bool {
+        self.position(address).is_ok()
+    }
+
+    fn exclude(&mut self, address: IpAddr, label: &str) -> Result<(), AddressError> {
+        let Ok(position) = self.position(address) else { return Ok(()) };
+        self.bookings.exclude(position, address, label)
+    }
+
+    /// The first free address from the random position `draw` onwards, around the end.
+    fn allocate_next(&mut self, owner: &str, now: Timestamp, draw: u64) -> Result<IpAddr, AddressError> {
+        self.expire(now);
+        let start = self.first + u128::from(draw) % (self.last - self.first + 1);
+        let position = self
+            .free_from(start, self.last)
+            .or_else(|| if start > self.first { self.free_from(self.first, start - 1) } else { None })
+            .or_else(|| self.bookings.longest_quarantined());
+        let Some(position) = position else {
+            return Err(AddressError::RangeFull { net: self.net, usage: self.usage() });
+        };
+        self.bookings.hold(position, owner);
+        Ok(self.family().address(position))
+    }
+
+    fn allocate(&mut self, address: IpAddr, owner: &str, now: Timestamp) -> Result<(), AddressError> {
+        self.expire(now);
+        self.bookings.allocate(self.position(address)?, address, owner)
+    }
+
+    fn undo(&mut self, address: IpAddr, owner: &str) -> Result<(), AddressError> {
+        self.bookings.undo(self.position(address)?, address, owner)
+    }
+
+    fn release(&mut self, address: IpAddr, owner: &str, now: Timestamp, until: Timestamp) -> Result<(), AddressError> {
+        self.bookings.release(self.position(address)?, address, owner, now, until)
+    }
+
+    fn restore_quarantine(&mut self, address: IpAddr, since: Timestamp, until: Timestamp) -> bool {
+        self.position(address).is_ok_and(|position| self.bookings.restore_quarantine(position, since, until))
+    }
+
+    fn expire(&mut self, now: Timestamp) {
+        self.bookings.expire(now);
+    }
+
+    fn usage(&self) -> Usage {
+        self.bookings.usage(u64::try_from(self.last - self.first + 1).unwrap_or(u64::MAX))
     }
 }
 
@@ -341,72 +258,6 @@ impl Addresses {
     }
 }
 
-/// The pod CIDRs of the node, one for each family it serves.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct PodCidrs {
-    /// IPv4, if served.
-    pub ipv4: Option<PodCidr>,
-    /// IPv6, if served.
-    pub ipv6: Option<PodCidr>,
-}
-
-impl PodCidrs {
-    /// Whether the node serves no family (yet).
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.ipv4.is_none() && self.ipv6.is_none()
-    }
-
-    /// The allocator of a family.
-    ///
-    /// # Errors
-    /// [`AddressError::FamilyDisabled`]
-    pub fn family(&mut self, family: Family) -> Result<&mut PodCidr, AddressError> {
-        match family {
-            Family::Ipv4 => self.ipv4.as_mut(),
-            Family::Ipv6 => self.ipv6.as_mut(),
-        }
-        .ok_or(AddressError::FamilyDisabled { family })
-    }
-
-    /// The allocators there are, IPv4 first.
-    pub fn iter(&self) -> impl Iterator<Item = &PodCidr> {
-        self.ipv4.iter().chain(&self.ipv6)
-    }
-
-    /// One address of the family asked for, or of each family that the node serves: IPv6 first, then IPv4. When IPv4
-    /// fails the IPv6 address is free again (`ipam` 2.1.1).
-    ///
-    /// # Errors
-    /// When one of the families cannot give an address; nothing is booked then.
-    pub fn allocate_next(
-        &mut self,
-        family: Option<Family>,
-        owner: &str,
-        now: Timestamp,
-        draw: u64,
-    ) -> Result<Addresses, AddressError> {
-        let wanted: Vec<Family> = match family {
-            Some(family) => vec![family],
-            None => [Family::Ipv6, Family::Ipv4].into_iter().filter(|family| self.family(*family).is_ok()).collect(),
-        };
-        let mut addresses = Addresses::default();
-        for family in wanted {
-            match self.family(family).and_then(|pool| pool.allocate_next(owner, now, draw)) {
-                Ok(address) => addresses.set(address),
-                Err(error) => {
-                    for address in addresses.iter() {
-                        // Booked a moment ago under this owner, so this cannot be refused.
-                        self.family(Family::of(address))?.undo(address, owner)?;
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        Ok(addresses)
-    }
-}
-
 /// Another node that lists a block which overlaps with one of this node's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("pod CIDR {own} of this node overlaps with {other}, which CiliumNode {node} lists; remove one of the two")]
@@ -419,21 +270,19 @@ pub struct Contested {
     pub other: IpNet,
 }
 
-/// The first other node, by name, that lists a block of this node too. While there is one, no new address may be given
-/// from the block (`ipam` decision 14); [`crate::ipam::lease::Leases::hold_back`] takes the text.
+/// The first other node, by name, that lists a pod CIDR of this node too. While there is one, no new address may be
+/// allocated from it (`ipam` decision 14).
 #[must_use]
 pub fn contested<'a>(
-    own: &[IpNet],
+    own: &IpNet,
     own_name: &str,
-    nodes: impl IntoIterator<Item = (&'a str, &'a [IpNet])>,
+    nodes: impl IntoIterator<Item = (&'a str, IpNet)>,
 ) -> Option<Contested> {
     nodes
         .into_iter()
-        .filter(|(node, _)| *node != own_name)
-        .flat_map(|(node, listed)| own.iter().flat_map(move |own| listed.iter().map(move |other| (node, own, other))))
-        .filter(|(_, own, other)| overlaps(own, other))
+        .filter(|(node, other)| *node != own_name && overlaps(own, other))
         .min()
-        .map(|(node, own, other)| Contested { own: *own, node: node.to_owned(), other: *other })
+        .map(|(node, other)| Contested { own: *own, node: node.to_owned(), other })
 }
 
 #[cfg(test)]

@@ -40,7 +40,7 @@ pub(super) fn reboot(world: &World, arguments: &[&str]) -> Outcome {
     Ok(silent())
 }
 
-/// What befalls node.json of a machine.
+/// What befalls the disk of a machine.
 #[derive(Clone, Copy)]
 pub(super) enum Disk {
     Refuse,
@@ -48,10 +48,17 @@ pub(super) enum Disk {
     Damage,
 }
 
-/// The disk refuses to write node.json, or does so no more; or what is there is damaged.
+/// The disk refuses to write node.json and new lease records, or does so no more; or node.json and the records of granted pod
+/// CIDRs are damaged.
 pub(super) fn disk(world: &mut World, arguments: &[&str], what: Disk) -> Outcome {
     let [name] = exactly(arguments, "disk/refuse|accept|damage NAME")?;
     let root = world.state_of(name)?;
+    let machine = world.machine(name)?;
+    match what {
+        Disk::Refuse => machine.set_full(true),
+        Disk::Accept => machine.set_full(false),
+        Disk::Damage => machine.lose_grants(),
+    }
     let temporary = root.join("node.new");
     let done = match what {
         Disk::Refuse => std::fs::create_dir(temporary),
@@ -59,6 +66,28 @@ pub(super) fn disk(world: &mut World, arguments: &[&str], what: Disk) -> Outcome
         Disk::Damage => std::fs::write(root.join("node.json"), "damaged"),
     };
     done.map_err(|error| error.to_string())?;
+    Ok(silent())
+}
+
+/// Every state file of a machine is lost; its agent must not run.
+pub(super) fn lose(world: &mut World, arguments: &[&str]) -> Outcome {
+    let [name] = exactly(arguments, "disk/lose NAME")?;
+    let root = world.state_of(name)?;
+    world.machine(name)?.lose_records();
+    for entry in std::fs::read_dir(root).map_err(|error| error.to_string())? {
+        let path = entry.map_err(|error| error.to_string())?.path();
+        if path.is_file() {
+            std::fs::remove_file(path).map_err(|error| error.to_string())?;
+        }
+    }
+    Ok(silent())
+}
+
+/// The agent of a machine ends by itself after so many more writes of lease records.
+pub(super) fn crash(world: &World, arguments: &[&str]) -> Outcome {
+    let [name, writes] = exactly(arguments, "disk/crash NAME WRITES")?;
+    let writes = writes.parse().map_err(|error| format!("{writes}: expected a number of writes: {error}"))?;
+    world.machine(name)?.crash_after(Some(writes));
     Ok(silent())
 }
 

@@ -80,6 +80,8 @@ pub(super) async fn run(world: &mut World, words: &[String]) -> Outcome {
         "disk/refuse" => agent::disk(world, arguments, agent::Disk::Refuse),
         "disk/accept" => agent::disk(world, arguments, agent::Disk::Accept),
         "disk/damage" => agent::disk(world, arguments, agent::Disk::Damage),
+        "disk/lose" => agent::lose(world, arguments),
+        "disk/crash" => agent::crash(world, arguments),
         "cni/add" => agent::add(world, arguments).await,
         "cni/confirm" => agent::confirm(world, arguments).await,
         "cni/del" => agent::del(world, arguments).await,

@@ -183,6 +183,12 @@ impl Story {
         while Instant::now() < until {
             sleep(LOOK.min(until - Instant::now())).await;
             self.look(Hand::Ours)?;
+            let crashed = self.nodes.iter().filter(|(name, node)| node.agent && self.world.has_crashed(name));
+            for name in crashed.map(|(name, _)| name.clone()).collect::<Vec<_>>() {
+                self.say(&format!("    the agent of {name} has crashed"));
+                self.kill_agent(&name).await?;
+                self.start_agent(&name).await?;
+            }
             let now = Instant::now();
             let open: Vec<String> =
                 self.blocked.iter().filter(|(_, until)| **until <= now).map(|(name, _)| name.clone()).collect();
@@ -403,6 +409,11 @@ impl Story {
 
     async fn restart_agent(&mut self) -> Result<(), String> {
         let Some(name) = self.a_node() else { return Ok(()) };
+        if self.random.random_bool(0.5) && self.nodes.get(&name).is_some_and(|node| node.agent) {
+            // Between two of the writes that follow, whenever they do.
+            let writes = self.random.random_range(0..8_u8);
+            return self.must(&format!("disk/crash {name} {writes}")).await.map(drop);
+        }
         self.kill_agent(&name).await?;
         let pause = Duration::from_millis(self.random.random_range(0..10_000));
         self.pass(pause).await?;
@@ -595,6 +606,7 @@ impl Story {
             if !nodes.contains(&name) {
                 self.must(&format!("machine/register {name}")).await?;
             }
+            self.world.machine(&name)?.crash_after(None);
             if self.nodes.get(&name).is_some_and(|node| !node.agent) {
                 self.start_agent(&name).await?;
             }

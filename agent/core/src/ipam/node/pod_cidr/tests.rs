@@ -107,26 +107,6 @@ fn an_address_of_the_node_is_never_drawn_and_a_request_for_it_names_what_it_is_k
     assert_eq!(pool.usage(), Usage { size: 14, used: 13, reserved: 1, quarantined: 0 });
 }
 
-// case: ipam D6
-#[test]
-fn with_ipv4_full_the_ipv6_address_is_free_again() {
-    let mut pools = PodCidrs { ipv4: Some(pool("10.0.0.9/32")), ipv6: Some(pool("fd00::/126")) };
-    let both = pools.allocate_next(None, "a", at(0), 5).unwrap();
-    assert_eq!(both.ipv4, Some("10.0.0.9".parse().unwrap()));
-    assert!(both.ipv6.is_some());
-    let before = pools.clone();
-    let error = pools.allocate_next(None, "b", at(0), 9).unwrap_err();
-    assert!(matches!(error, AddressError::RangeFull { net: IpNet::V4(_), .. }), "{error}");
-    assert_eq!(pools, before);
-    assert!(pools.allocate_next(Some(Family::Ipv6), "b", at(0), 9).unwrap().ipv4.is_none());
-    let mut single = PodCidrs { ipv4: Some(pool("10.0.0.0/30")), ipv6: None };
-    assert!(single.allocate_next(None, "a", at(0), 0).unwrap().ipv6.is_none());
-    assert_eq!(
-        single.allocate_next(Some(Family::Ipv6), "a", at(0), 0),
-        Err(AddressError::FamilyDisabled { family: Family::Ipv6 })
-    );
-}
-
 #[test]
 fn what_was_given_back_rests_and_is_given_first_come_first_when_nothing_else_is_left() {
     let mut pool = pool("10.0.0.0/29");
@@ -177,12 +157,11 @@ fn draws_spread_over_the_whole_range() {
 #[test]
 fn a_block_that_another_node_lists_is_noticed() {
     let net = |text: &str| text.parse::<IpNet>().unwrap();
-    let own = [net("10.0.1.0/24")];
-    let (same, wider, other) = ([net("10.0.1.0/24")], [net("10.0.0.0/16")], [net("10.0.2.0/24")]);
-    let nodes = |third: &'static str| [("me", &own[..]), ("b", &other[..]), (third, &wider[..])];
-    assert_eq!(contested(&own, "me", [("me", &same[..]), ("b", &other[..])]), None);
-    let found = contested(&own, "me", nodes("c")).unwrap();
-    assert_eq!((found.node.as_str(), found.other), ("c", net("10.0.0.0/16")));
+    let own = net("10.0.1.0/24");
+    let (wider, other) = (net("10.0.0.0/16"), net("10.0.2.0/24"));
+    assert_eq!(contested(&own, "me", [("me", own), ("b", other)]), None);
+    let found = contested(&own, "me", [("me", own), ("b", other), ("c", wider)]).unwrap();
+    assert_eq!((found.node.as_str(), found.other), ("c", wider));
     assert!(found.to_string().contains("10.0.1.0/24") && found.to_string().contains("CiliumNode c"));
 }
 

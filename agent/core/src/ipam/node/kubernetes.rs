@@ -3,7 +3,12 @@
 //! kube-controller-manager writes `spec.podCIDRs`; whoever has no such allocator writes annotations. Once a range is in
 //! use it stays in use while anything holds an address of it, whatever the Node says later.
 
+use super::cluster_pool::List;
+use super::{NodeInput, NodeMode, NodePlan, Observed, POD_CIDR_WAIT};
+use crate::ip::Family;
+use crate::ipam::supply::{DEFAULT_POOL, Grant, Supply};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use jiff::Timestamp;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 
@@ -12,6 +17,50 @@ const PREFIXES: [&str; 2] = ["network.cilium.io/", "io.cilium.network."];
 const IPV4_POD_CIDR: &str = "ipv4-pod-cidr";
 const IPV6_POD_CIDR: &str = "ipv6-pod-cidr";
 const IPV4_ROUTER: &str = "ipv4-cilium-host";
+
+/// The mode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Kubernetes {
+    /// `k8s-require-ipv6-pod-cidr`: wait for an IPv6 range, too.
+    pub require_ipv6: bool,
+}
+
+impl NodeMode for Kubernetes {
+    fn plan(&self, input: &NodeInput<'_>, _now: Timestamp) -> NodePlan {
+        let granted = input.granted.served(DEFAULT_POOL, Family::Ipv4);
+        let told = match &input.kubernetes_node {
+            Observed::Unknown => {
+                return NodePlan { supply: granted.map(|_| input.granted.clone()), ..NodePlan::default() };
+            }
+            Observed::Absent => None,
+            Observed::Present(node) => Some(NodeCidrs::read(node.pod_cidrs, node.annotations)),
+        };
+        let current = granted.and_then(|grant| match grant.net {
+            IpNet::V4(net) => Some(net),
+            IpNet::V6(_) => None,
+        });
+        let held = granted.is_some_and(|grant| input.held.may_hold(&grant.net));
+        let Choice { pod_cidr, wait } = choose(input.node, current, told.as_ref(), self.require_ipv6, held);
+        let net = pod_cidr.map(IpNet::V4);
+        let fix = "give the Nodes pod CIDRs of a range that no node uses (--cluster-cidr)";
+        let blocked = net.and_then(|net| input.blocked(&net, fix));
+        let mut supply = Supply::of_grants(net.map(Grant::new));
+        supply.block(blocked.as_deref());
+        // The list of the CiliumNode is this agent's alone.
+        let listed = input.cilium_node.present().map(|object| object.listed.pod_cidrs).unwrap_or_default();
+        let wanted = net.map(|net| List { pod_cidrs: vec![net.to_string()], claim: None });
+        NodePlan {
+            supply: Some(supply),
+            write: input.intent(wanted.filter(|list| list.pod_cidrs != listed), false),
+            waits: blocked.or(wait).map(|reason| BTreeMap::from([(POD_CIDR_WAIT, reason)])).unwrap_or_default(),
+            findings: Vec::new(),
+        }
+    }
+
+    fn granted_message(&self) -> &'static str {
+        "Retrieved local node information from kubernetes Node"
+    }
+}
 
 /// Whether an annotation of a Node is one that this mode reads or keeps.
 #[must_use]
@@ -133,6 +182,7 @@ pub fn choose(
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::{self, World};
     use super::*;
 
     fn texts(list: &[&str]) -> Vec<String> {
@@ -209,5 +259,30 @@ mod tests {
         assert!(written.keys().all(|key| is_network_annotation(key) && is_written(key)));
         assert_eq!(router(&noted(&[("io.cilium.network.ipv4-cilium-host", "10.1.1.1")])), "10.1.1.1".parse().ok());
         assert_eq!(router(&noted(&[("network.cilium.io/ipv4-cilium-host", "none")])), None);
+    }
+
+    #[test]
+    fn the_node_names_the_pod_cidr_and_the_cilium_node_is_kept_equal_to_it() {
+        let mode = Kubernetes::default();
+        let elsewhere = Some(("n2", testing::net("10.201.3.0/25")));
+        let mut world = World {
+            node: Some(texts(&["10.201.3.0/24"])),
+            listed: Some(texts(&["10.9.0.0/24"])),
+            elsewhere,
+            ..World::granted(&[])
+        };
+        let plan = world.plan(&mode);
+        assert_eq!(World::served(&plan).as_deref(), Some("10.201.3.0/24"));
+        assert!(plan.supply.as_ref().unwrap().refusal(DEFAULT_POOL).unwrap().contains("CiliumNode n2"));
+        let write = plan.write.unwrap();
+        assert_eq!((write.list.unwrap().pod_cidrs, write.contested), (texts(&["10.201.3.0/24"]), false));
+        world.listed = Some(texts(&["10.201.3.0/24"]));
+        assert_eq!(world.plan(&mode).write, None);
+        // Another one is taken when nothing is held.
+        world.granted = plan.supply.unwrap();
+        world.node = Some(texts(&["10.201.9.0/24"]));
+        assert_eq!(World::served(&world.plan(&mode)).as_deref(), Some("10.201.9.0/24"));
+        world.held.insert("10.201.3.5".parse().unwrap());
+        assert_eq!(World::served(&world.plan(&mode)).as_deref(), Some("10.201.3.0/24"));
     }
 }
