@@ -1,4 +1,4 @@
-//! The operator's cluster-pool: one block for each CiliumNode.
+//! The operator's cluster pool: pod CIDRs of CiliumNodes.
 
 use crate::clock::Clock;
 use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow};
@@ -13,14 +13,14 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// Where the records of blocks survive a change of leader.
+/// Records that outlive a leader.
 pub trait BlockRecords: Send {
-    /// What is recorded now.
+    /// Reads the records.
     ///
     /// # Errors
-    /// What failed, for people.
+    /// The reason, human-readable.
     fn read(&mut self) -> impl Future<Output = Result<Records, String>> + Send;
-    /// Replaces what was read or written last, and nothing else.
+    /// Replaces exactly what was read or written last.
     ///
     /// # Errors
     /// See [`NotWritten`].
@@ -30,36 +30,36 @@ pub trait BlockRecords: Send {
 /// Why records were not replaced.
 #[derive(Debug)]
 pub enum NotWritten {
-    /// What failed, for people. What was planned stands, and is written later.
+    /// The reason, human-readable. The plan remains valid, and the write is retried.
     Failed(String),
-    /// What somebody else recorded meanwhile: what was planned without it is void.
+    /// Another client replaced the records: plans made without them are void.
     Replaced(Records),
 }
 
-/// A pass is made at most this often, so that a burst of nodes is one (`ipam` 2.2.9).
-pub const PASS: Duration = Duration::from_secs(1);
+/// Minimum interval of passes, so that a burst of nodes is handled in one (`ipam` 2.2.9).
+pub const PLAN_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Records that cannot be read or written are tried again after this long.
+/// Delay before reading or writing the records is retried.
 const RECORDS_RETRY: Duration = Duration::from_secs(2);
 
-/// After a doubt about what earlier leaders wrote, no block is given for this long that its node did not have: agents
-/// list their blocks again meanwhile. Longer than a watch stays open that tells nothing any more.
+/// After suspected data loss, only re-confirm existing pod CIDRs for this long, while agents list theirs again. Must
+/// exceed `watch::DEAD_AFTER`.
 pub const SETTLE: Duration = Duration::from_secs(120);
 
-/// A write that was given up may arrive for so long, an earlier leader's too: kube-apiserver ends a request after a minute.
-/// Then the records are looked at once more.
-const LATE: Duration = Duration::from_secs(70);
+/// A write that timed out, also of an earlier leader, may still arrive within this time: kube-apiserver ends a request
+/// after a minute. Then the records are read once more.
+const LATE_WRITE_RECHECK: Duration = Duration::from_secs(70);
 
-/// Where nothing is recorded, a CiliumNode of this age is older than its cluster's first leader: an API server that went
-/// back to before there was one looks so, too.
-const OLD: Duration = Duration::from_secs(120);
+/// Without records, a CiliumNode older than this is from before the first leader; also the symptom of a restored etcd
+/// snapshot.
+const PREEXISTING_AGE: Duration = Duration::from_secs(120);
 
 const WAIT: &str = "block records";
 
-/// Runs until dropped. `cilium_nodes` must come from a list that was taken after leadership was won.
+/// Runs until dropped. `cilium_nodes` must be from a list made after the election.
 ///
-/// The records are durable before a node is told what follows from them: a block that rests must be known to rest before
-/// anything that was planned with it is seen.
+/// The records are durable before nodes are written: the quarantine of a pod CIDR must be recorded before any write
+/// that depends on it.
 pub async fn run<R: BlockRecords>(
     settings: Settings,
     mut cilium_nodes: Reader<String, CiliumNodeRow>,
@@ -84,7 +84,7 @@ pub async fn run<R: BlockRecords>(
     let mut followed = None;
     let mut read_again = false;
     let mut last_doubt = None;
-    let mut look_at = Instant::now() + LATE;
+    let mut look_at = Instant::now() + LATE_WRITE_RECHECK;
     loop {
         let begun = Instant::now();
         let snapshot = cilium_nodes.synced().await;
@@ -96,12 +96,12 @@ pub async fn run<R: BlockRecords>(
             None => {}
         }
         followed = Some(snapshot.followed);
-        // A server that went back to an older state has older records, too.
+        // A server restored to an older state has older records, too.
         let doubt = *doubted.borrow_and_update();
         read_again |= doubt != last_doubt;
         last_doubt = doubt;
         if look_at <= begun {
-            (read_again, look_at) = (true, begun + LONGEST);
+            (read_again, look_at) = (true, begun + MAX_IDLE);
         }
         if read_again {
             match store.read().await {
@@ -133,7 +133,7 @@ pub async fn run<R: BlockRecords>(
                 }
                 Err(NotWritten::Failed(reason)) => {
                     kept.attempted = Some(records);
-                    look_at = begun + LATE;
+                    look_at = begun + LATE_WRITE_RECHECK;
                     waits.begin(WAIT, reason, Some(RECORDS_RETRY));
                     false
                 }
@@ -180,17 +180,17 @@ pub async fn run<R: BlockRecords>(
                     })
                     .collect::<BTreeMap<_, _>>(),
             );
-            // A block whose rest ends frees it for a node that waits; an hour at most without looking.
+            // Wake when a quarantine ends, which frees a pod CIDR for a waiting node; after an hour at most.
             tokio::select! {
                 biased;
                 () = cilium_nodes.changed() => {}
                 _ = doubted.changed() => {}
                 () = tokio::time::sleep(until_quarantine_ends(&kept.recorded, clock.now())) => {}
-                () = tokio::time::sleep_until(settled_at.unwrap_or(begun + LONGEST).min(look_at)) => {}
+                () = tokio::time::sleep_until(settled_at.unwrap_or(begun + MAX_IDLE).min(look_at)) => {}
             }
-            // The first node of a quiet cluster is served at once; a burst of them shares one pass.
+            // The first node after a pause is served at once; a burst shares one pass.
             if !nodes.is_empty() {
-                tokio::time::sleep_until(begun + PASS).await;
+                tokio::time::sleep_until(begun + PLAN_INTERVAL).await;
             }
         } else {
             tokio::time::sleep(RECORDS_RETRY).await;
@@ -198,23 +198,23 @@ pub async fn run<R: BlockRecords>(
     }
 }
 
-/// What a leader remembers of the records.
+/// The leader's view of the records.
 struct Kept {
-    /// What is there.
+    /// Current content.
     recorded: Records,
-    /// What was durable once, even where somebody put something else in its place.
+    /// What was durable at some time, even if another client replaced it.
     known: Records,
-    /// When records were found that were not what this leader knew: a doubt as well.
+    /// When records were found that this leader did not write, which also suggests data loss.
     surprised: Option<Instant>,
-    /// What was written, and may arrive yet.
+    /// A write without an answer, which may still arrive.
     attempted: Option<Records>,
 }
 
 impl Kept {
-    /// Others are there, somebody else's or a late arrival of one's own. Answers what is known with them.
+    /// Other records were found, of another client or of a late write. Returns the merged ones.
     fn replaced(&mut self, now: Records, at: Instant) -> &Records {
         if self.attempted.as_ref() != Some(&now) {
-            tracing::warn!("block records were replaced by somebody else; planning anew with both");
+            tracing::warn!("pod CIDR records were replaced by another client; planning again with both");
             self.surprised = Some(at);
         }
         self.known = now.clone().adopt(&self.known);
@@ -225,10 +225,10 @@ impl Kept {
 
 fn has_old(rows: &Rows<String, CiliumNodeRow>, now: Timestamp) -> bool {
     let age = |row: &CiliumNodeRow| Duration::try_from(now.duration_since(row.created?)).ok();
-    rows.values().filter_map(age).any(|age| age > OLD)
+    rows.values().filter_map(age).any(|age| age > PREEXISTING_AGE)
 }
 
-const LONGEST: Duration = Duration::from_secs(3600);
+const MAX_IDLE: Duration = Duration::from_secs(3600);
 
 fn until_quarantine_ends(records: &Records, now: Timestamp) -> Duration {
     records
@@ -236,8 +236,8 @@ fn until_quarantine_ends(records: &Records, now: Timestamp) -> Duration {
         .iter()
         .map(|record| Duration::try_from(record.until.duration_since(now)).unwrap_or(Duration::ZERO))
         .min()
-        .unwrap_or(LONGEST)
-        .clamp(PASS, LONGEST)
+        .unwrap_or(MAX_IDLE)
+        .clamp(PLAN_INTERVAL, MAX_IDLE)
 }
 
 fn input(rows: &Rows<String, CiliumNodeRow>, settled: bool) -> Input {

@@ -1,4 +1,4 @@
-//! How pod traffic that leaves the cluster is treated: devices, excluded destinations, settings of the datapath.
+//! Treatment of pod traffic that leaves the cluster: devices, excluded destinations, settings of the datapath.
 
 use crate::tables::rows::{ChosenDevice, FileContent, MasqueradeRow, NetworkRow, PeerRow};
 use crate::tables::{Reader, Rows, Table};
@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
-/// What is followed, and what does not change.
+/// Inputs and configuration.
 pub struct Inputs {
     /// Name of this node.
     pub node: String,
@@ -21,17 +21,17 @@ pub struct Inputs {
     pub settings: Settings,
     /// `ip_local_reserved_ports` of the host.
     pub reserved_ports: Vec<(u16, u16)>,
-    /// The ip-masq-agent file that was last in force, from disk.
+    /// The last valid ip-masq-agent file, from disk.
     pub last_good: Option<ConfigFile>,
     /// Every node of the cluster.
     pub peers: Reader<String, PeerRow>,
     /// Devices and routes of this node.
     pub network: Reader<(), NetworkRow>,
-    /// The ip-masq-agent file; none when it is not asked for.
+    /// The ip-masq-agent file; `None` if it is not enabled.
     pub file: Option<Reader<(), FileContent>>,
 }
 
-/// What is published.
+/// Outputs.
 #[derive(Debug, Clone)]
 pub struct Tables {
     /// Excluded destinations.
@@ -40,11 +40,11 @@ pub struct Tables {
     pub devices: Arc<Table<u32, DeviceEntry>>,
     /// Settings of the datapath.
     pub settings: Arc<Table<(), DatapathSettings>>,
-    /// Devices that carry the programs.
+    /// Devices with attached programs.
     pub attachments: Arc<Table<u32, AttachmentEntry>>,
-    /// The file to go back to, if there was one.
+    /// The last valid file, if any.
     pub last_good: Arc<Table<(), Option<ConfigFile>>>,
-    /// For people.
+    /// For display.
     pub report: Arc<Table<(), MasqueradeRow>>,
 }
 
@@ -61,15 +61,15 @@ impl Default for Tables {
     }
 }
 
-/// Runs until dropped. Devices and settings follow from this node alone and are published as soon as it is known;
-/// excluded destinations wait for the nodes of the cluster, whose pod CIDRs are among them.
+/// Runs until dropped. Devices and settings depend on this node only and are published as soon as it is known; excluded
+/// destinations wait for the nodes of the cluster, because they include their pod CIDRs.
 pub async fn run(mut inputs: Inputs, tables: Tables) {
     tables.settings.publish(BTreeMap::from([((), datapath_settings(&inputs.settings, &inputs.reserved_ports))]));
     let mut last_good = inputs.last_good.take();
-    let mut told = None;
+    let mut logged = None;
     let mut decided: Option<(Option<FileContent>, Outcome)> = None;
     let mut cluster = Cluster::default();
-    // What the node itself contributes to the rows of `excluded`, as they are published.
+    // The node's own part of `excluded`, as published.
     let mut published: Option<ExclusionSources> = None;
     loop {
         let network = inputs.network.synced().await;
@@ -78,12 +78,12 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
             Some(file) => file.synced().await.rows.get(&()).cloned(),
             None => None,
         };
-        // The file is not read again for each change of a node.
+        // Changes of nodes do not require reading the file again.
         let outcome = match decided.take() {
             Some((of, outcome)) if of == content && outcome.last_good == last_good => outcome,
             _ => ip_masq(&inputs.settings, content.as_ref(), last_good.as_ref()),
         };
-        tell(&outcome, &mut told);
+        log_outcome(&outcome, &mut logged);
         tables.last_good.publish(BTreeMap::from([((), outcome.last_good.clone())]));
 
         let peers = inputs.peers.snapshot();
@@ -126,8 +126,8 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
             && inputs.settings.enable_ipv4_masquerade
         {
             report.not_ready = Some(format!(
-                "device {} has no IPv4 address to leave under: pod traffic passes it unchanged; give it one, or leave it \
-                 out of devices",
+                "device {} has no IPv4 address: pod traffic passes it without masquerading; add an address, or exclude it \
+                 in devices",
                 device.name
             ));
         }
@@ -180,8 +180,8 @@ fn ip_masq(settings: &Settings, content: Option<&FileContent>, last_good: Option
 }
 
 /// Logs what is in force when it changes, and every problem once.
-fn tell(outcome: &Outcome, told: &mut Option<Outcome>) {
-    if told.as_ref() == Some(outcome) {
+fn log_outcome(outcome: &Outcome, logged: &mut Option<Outcome>) {
+    if logged.as_ref() == Some(outcome) {
         return;
     }
     if let Some(error) = &outcome.error {
@@ -191,7 +191,7 @@ fn tell(outcome: &Outcome, told: &mut Option<Outcome>) {
         tracing::warn!("ip-masq-agent file: {warning}");
     }
     tracing::info!(source = %outcome.source, excluded = outcome.exclusions.ipv4.len(), "ip-masq-agent list in force");
-    *told = Some(outcome.clone());
+    *logged = Some(outcome.clone());
 }
 
 fn source(settings: &Settings, outcome: &Outcome) -> String {
@@ -201,7 +201,7 @@ fn source(settings: &Settings, outcome: &Outcome) -> String {
     }
 }
 
-/// What excluded destinations follow from, without the nodes of the cluster.
+/// Sources of excluded destinations, except the nodes of the cluster.
 fn own_sources(settings: &Settings, network: &NetworkRow, outcome: &Outcome) -> ExclusionSources {
     ExclusionSources {
         own_addresses: ipv4_addresses(network).map(|(_, net)| net.addr()).collect(),
@@ -213,7 +213,7 @@ fn own_sources(settings: &Settings, network: &NetworkRow, outcome: &Outcome) -> 
     }
 }
 
-/// Brings the rows of these prefixes up to date.
+/// Updates the rows of these prefixes.
 fn update(rows: &mut Rows<Ipv4Net, ExcludedReason>, prefixes: &BTreeSet<Ipv4Net>, sources: &ExclusionSources) {
     for prefix in prefixes {
         match exclusion(*prefix, sources) {
@@ -226,10 +226,10 @@ fn update(rows: &mut Rows<Ipv4Net, ExcludedReason>, prefixes: &BTreeSet<Ipv4Net>
     }
 }
 
-/// What the nodes of the cluster contribute, followed one change at a time.
+/// The part of the cluster's nodes, updated one change at a time.
 #[derive(Debug, Default)]
 struct Cluster {
-    /// The nodes that the rest follows from.
+    /// The nodes that the other fields are derived from.
     seen: Rows<String, PeerRow>,
     pod_cidrs: Named<Ipv4Net>,
     /// `InternalIP` of other nodes.
@@ -237,13 +237,13 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// Follows the nodes; returns the prefixes that one of the changed nodes names or named. `addresses` is false where
-    /// the addresses of other nodes are not excluded.
+    /// Follows the nodes; returns the prefixes that changed nodes have or had. `addresses` is false if the addresses of
+    /// other nodes are not excluded.
     fn follow(&mut self, own: &str, addresses: bool, peers: &Rows<String, PeerRow>) -> BTreeSet<Ipv4Net> {
         let mut touched = BTreeSet::new();
         for change in peers.changes_from(&self.seen) {
             let addresses = addresses && change.key != own;
-            // What a node goes on naming is named all the time.
+            // Add before removing, so that what a node still has is never removed.
             for (row, is_named) in [(change.after, true), (change.before, false)] {
                 let Some(row) = row else { continue };
                 for prefix in &row.pod_cidrs {
@@ -260,7 +260,7 @@ impl Cluster {
         touched
     }
 
-    /// Lends the nodes' part to the sources until [`Cluster::take_back`].
+    /// Moves the nodes' part to the sources until [`Cluster::take_back`].
     fn add_to(&mut self, own: ExclusionSources) -> ExclusionSources {
         ExclusionSources {
             node_internal_addresses: std::mem::take(&mut self.addresses.named),
@@ -275,11 +275,11 @@ impl Cluster {
     }
 }
 
-/// What nodes name. Several may name the same, and it stays until the last one of them no longer does.
+/// Values of nodes. Several nodes may have the same one, which is kept until the last of them no longer has it.
 #[derive(Debug)]
 struct Named<T> {
     named: BTreeSet<T>,
-    /// How often what is named more than once is named.
+    /// Number of nodes, for values of more than one node.
     often: BTreeMap<T, usize>,
 }
 
@@ -318,7 +318,7 @@ fn ipv4_addresses(network: &NetworkRow) -> impl Iterator<Item = (u32, Ipv4Net)> 
     })
 }
 
-/// `derive-masq-ip-addr-from-device`: the address for every device, or why there is none.
+/// `derive-masq-ip-addr-from-device`: the address for all devices, or why there is none.
 fn derived_address(settings: &Settings, network: &NetworkRow) -> Result<Option<Ipv4Addr>, String> {
     let Some(name) = &settings.derive_masq_ip_addr_from_device else { return Ok(None) };
     let address = network.links.values().filter(|link| link.name == *name).find_map(|link| {
@@ -333,7 +333,7 @@ fn derived_address(settings: &Settings, network: &NetworkRow) -> Result<Option<I
 }
 
 fn facts(network: &NetworkRow) -> DeviceFacts {
-    /// Length of an Ethernet address; devices without a header have none or another one.
+    /// Length of an Ethernet address; other devices have none or another length.
     const ETHERNET: usize = 6;
     let mut networks = BTreeSet::new();
     DeviceFacts {
@@ -408,7 +408,7 @@ mod tests {
             steps in proptest::collection::vec((0_u8..5, proptest::option::of(peer())), 1..40),
             addresses: bool,
         ) {
-            // One prefix is this node's to exclude as well, for a reason of lower precedence.
+            // One prefix is also excluded by this node, for a reason of lower precedence.
             let own = ExclusionSources { native_routing: Some(net(3, 24)), ..ExclusionSources::default() };
             let (mut peers, mut cluster, mut rows) = (Rows::new(), Cluster::default(), Rows::from(exclusions(&own)));
             for (node, row) in steps {

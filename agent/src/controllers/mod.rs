@@ -1,4 +1,4 @@
-//! One short loop per concern: wait until every input has synced; then, on any change, snapshot, plan, publish.
+//! Controllers, one loop per concern: wait until all inputs are synced; then, on any change, snapshot, plan, publish.
 //! No I/O.
 
 pub mod ipam_cluster;

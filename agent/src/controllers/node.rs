@@ -1,4 +1,4 @@
-//! What this node's own CiliumNode shall say.
+//! Desired content of this node's own CiliumNode.
 
 use crate::tables::rows::{NetworkRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow};
 use crate::tables::{Reader, Table, Waits};
@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
-/// A wait of this name says why no object is written.
+/// The wait of this name says why no object is written.
 const WAIT: &str = "own CiliumNode";
 
-/// What the object follows from.
+/// Inputs.
 pub struct Inputs {
     /// Name of this node.
     pub node: String,
@@ -41,7 +41,7 @@ pub async fn run(inputs: Inputs, desired: Arc<Table<String, OwnCiliumNode>>, wai
             Some(_) => waits.end(WAIT),
             None => waits.begin(
                 WAIT,
-                format!("there is no Node {node:?}; kubelet makes it, under the name node-name"),
+                format!("there is no Node {node:?}; kubelet registers it; node-name must be its name"),
                 None,
             ),
         }
@@ -56,7 +56,7 @@ pub async fn run(inputs: Inputs, desired: Arc<Table<String, OwnCiliumNode>>, wai
     }
 }
 
-/// Follows the pool that is on disk and the router address, and publishes the annotations that the Node shall carry.
+/// Follows the persisted pool and the router address, and publishes the desired annotations of the Node.
 pub async fn annotate(
     node: String,
     mut router: Reader<Ipv4Addr, ()>,
@@ -77,8 +77,8 @@ pub async fn annotate(
     }
 }
 
-/// Addresses come from the Node; before kubelet has written any, the address of the device with the default route
-/// stands in, so that the first node of a cluster is not waited for by everybody.
+/// Addresses are those of the Node. Before kubelet has written any, the address of the device with the default route is
+/// used, so that the first node of a cluster does not block the others.
 fn plan(
     name: &str,
     node: &NodeRow,
@@ -98,7 +98,7 @@ fn plan(
     OwnCiliumNode { addresses, owner: Some((name.to_owned(), node.uid.clone())), intent: intent.cloned() }
 }
 
-/// The first IPv4 address of the device that the default route leaves by, else of the first device that has one.
+/// The first IPv4 address of the device with the default route, else of the first device with one.
 fn default_address(network: &NetworkRow) -> Option<Ipv4Addr> {
     let by_route =
         network.routes.iter().find(|route| route.destination.prefix_len() == 0).and_then(|route| route.ifindex);

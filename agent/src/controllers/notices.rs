@@ -1,4 +1,4 @@
-//! What of the tables' changes people should find as events.
+//! Changes of tables to be published as events.
 
 use crate::tables::findings::{FindingKey, FindingRow};
 use crate::tables::notices::{Notices, Reason};
@@ -11,13 +11,13 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A wait for the pod CIDR that is shorter is how every node begins.
+/// A shorter wait for the pod CIDR is normal for a new node.
 const SHORT_WAIT: Duration = Duration::from_secs(30);
 
-/// The part that finds state files which cannot be read.
+/// The component that finds unreadable state files.
 pub const STATE_FILES: &str = "state";
 
-/// Follows what a node's pods get addresses from, until dropped. What was known at the start is no news.
+/// Follows the pod CIDR of a node, until dropped. Its state at startup is not published.
 pub async fn node(
     node: String,
     mut pool: Reader<(), PoolRow>,
@@ -27,8 +27,8 @@ pub async fn node(
     notices: Notices,
 ) {
     let mut before = known;
-    let mut told: BTreeSet<FindingKey> = BTreeSet::new();
-    // The wait that is under way, and when it gets long; nothing once it was told.
+    let mut published: BTreeSet<FindingKey> = BTreeSet::new();
+    // The current wait, and when it becomes long; `None` once it was published.
     let mut waiting: Option<(Timestamp, Option<Instant>)> = None;
     loop {
         let now = pool.snapshot().rows.get(&()).cloned();
@@ -37,13 +37,13 @@ pub async fn node(
         }
         before = now;
         let found = findings.snapshot();
-        for ((source, reason, subject), row) in found.rows.iter().filter(|(key, _)| !told.contains(*key)) {
+        for ((source, reason, subject), row) in found.rows.iter().filter(|(key, _)| !published.contains(*key)) {
             let event = if *source == STATE_FILES { Reason::StateFileSetAside } else { Reason::LeaseFinding };
             notices.publish(&node, event, format!("{reason} {subject}: {}", row.message));
         }
-        told = found.rows.keys().cloned().collect();
+        published = found.rows.keys().cloned().collect();
         let wait = waits.snapshot().rows.get(POD_CIDR_WAIT).cloned();
-        // A pod CIDR that is there and blocked has its own notice.
+        // A pod CIDR without allocation has its own notice.
         let wait = wait.filter(|_| before.is_none());
         waiting = wait.as_ref().map(|wait| match waiting {
             Some(known) if known.0 == wait.since => known,
@@ -81,12 +81,12 @@ fn changes(before: Option<&PoolRow>, now: Option<&PoolRow>) -> Vec<(Reason, Stri
     if let Some(blocked) =
         now.blocked.as_ref().filter(|blocked| before.and_then(|row| row.blocked.as_ref()) != Some(*blocked))
     {
-        changes.push((Reason::PodCidrBlocked, format!("no new address is given: {blocked}")));
+        changes.push((Reason::PodCidrBlocked, format!("no address is allocated: {blocked}")));
     }
     changes
 }
 
-/// Follows the operator's errors, until dropped. Those that a former leader has written are no news.
+/// Follows the operator's errors, until dropped. Those written by a former leader are not published.
 pub async fn cluster(mut cilium_nodes: Reader<String, CiliumNodeRow>, notices: Notices) {
     let mut before = cilium_nodes.synced().await;
     loop {
@@ -99,8 +99,7 @@ pub async fn cluster(mut cilium_nodes: Reader<String, CiliumNodeRow>, notices: N
     }
 }
 
-/// Nodes whose verdict is another one than before, among those that changed. A text without code is another operator's to
-/// report.
+/// Nodes among the changed ones whose verdict changed. A text without code is another operator's.
 fn errors<'a>(
     before: &'a Rows<String, CiliumNodeRow>,
     now: &'a Rows<String, CiliumNodeRow>,

@@ -1,4 +1,4 @@
-//! CiliumNodes that outlived their Node (`ipam` decision 11).
+//! CiliumNodes without a Node (`ipam` decision 11).
 
 use crate::tables::rows::{CiliumNodeRow, NodeRow};
 use crate::tables::{Reader, Rows, Table};
@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A Node must be gone for this long: one that is replaced under its own name keeps its CiliumNode and its block.
+/// Minimum time without a Node: a Node that is recreated under its name keeps its CiliumNode and pod CIDR.
 pub const GRACE: Duration = Duration::from_secs(30);
 
-/// Follows both lists and publishes name and UID of each CiliumNode that is to be deleted. Runs until dropped.
+/// Follows both lists and publishes name and UID of each CiliumNode to delete. Runs until dropped.
 pub async fn run(
     mut nodes: Reader<String, NodeRow>,
     mut cilium_nodes: Reader<String, CiliumNodeRow>,
@@ -43,8 +43,8 @@ pub async fn run(
     }
 }
 
-/// Objects that name an owner, while no Node has their name. One that never had an owner was made by somebody for a
-/// purpose of theirs and stays.
+/// Objects with an owner, without a Node of their name. An object that never had an owner was created by an
+/// administrator and is kept.
 fn orphans(nodes: &Rows<String, NodeRow>, cilium_nodes: &Rows<String, CiliumNodeRow>) -> BTreeMap<String, String> {
     cilium_nodes
         .iter()

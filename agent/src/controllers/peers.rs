@@ -1,4 +1,4 @@
-//! CiliumNodes into what routing and masquerading need of them.
+//! Data of CiliumNodes for routing and masquerading.
 
 use crate::tables::rows::{CiliumNodeRow, PeerRow};
 use crate::tables::{Reader, Rows, Table};
@@ -6,8 +6,8 @@ use ipnet::Ipv4Net;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
-/// Follows `cilium_nodes` and publishes `peers`. Until the first list has arrived, `peers` keeps what it was seeded
-/// with from disk; after it, a change of one node costs that node's row.
+/// Follows `cilium_nodes` and publishes `peers`. Until the first list has arrived, `peers` has the rows loaded from
+/// disk; afterwards, a change of one node only costs that node's row.
 pub async fn run(mut cilium_nodes: Reader<String, CiliumNodeRow>, peers: Arc<Table<String, PeerRow>>) {
     let mut before = cilium_nodes.synced().await;
     peers.publish(before.rows.iter().map(|(name, row)| (name.clone(), peer(row))).collect());
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_left_out_and_the_rest_stays() {
+    fn invalid_values_are_skipped_and_others_kept() {
         let peer = peer(&row(
             &[("InternalIP", "fd00::1"), ("InternalIP", "172.29.8.20"), ("CiliumInternalIP", "10.244.1.7")],
             &["10.244.1.9/24", "10.244/24", "fd00::/112"],

@@ -1,4 +1,4 @@
-//! The routes of this node: to the pods of other nodes, and an end for addresses that no pod holds.
+//! Routes of this node: to pods of other nodes, and an unreachable route for unallocated addresses.
 
 use crate::tables::rows::{NetworkRow, PeerRow, PoolRow, RouteTarget};
 use crate::tables::{Reader, Rows, Table, Waits};
@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
-/// What the plan looks at.
+/// Input of the plan.
 #[derive(Debug)]
 pub struct Input<'a> {
     /// Name of this node.
@@ -16,13 +16,13 @@ pub struct Input<'a> {
     pub direct: bool,
     /// Every node of the cluster.
     pub peers: &'a Rows<String, PeerRow>,
-    /// Where this node's pods get their addresses from.
+    /// The pod CIDR that this node serves.
     pub pool: Option<&'a PoolRow>,
     /// Devices and routes of this node.
     pub network: &'a NetworkRow,
 }
 
-/// Routes, and the nodes that no route can be given for, each with the reason.
+/// Routes, and the nodes without a route, each with the reason.
 #[derive(Debug, PartialEq, Eq, Default)]
 pub struct Plan {
     /// By destination.
@@ -31,7 +31,7 @@ pub struct Plan {
     pub unreachable: BTreeMap<String, String>,
 }
 
-/// Follows the nodes and publishes `routes`. Nothing is published before every input has been read whole once.
+/// Follows the nodes and publishes `routes`. Nothing is published before all inputs are synced.
 pub async fn run(
     node: String,
     direct: bool,
@@ -92,7 +92,7 @@ fn plan(input: &Input<'_>) -> Plan {
         match neighbour(input.network, &peer.internal_ips) {
             Some((gateway, ifindex)) => {
                 for pod_cidr in &peer.pod_cidrs {
-                    // Another node that claims this node's own block must not draw its pods' traffic away.
+                    // Another node that claims this node's own pod CIDR must not attract its pods' traffic.
                     plan.routes.entry(*pod_cidr).or_insert(RouteTarget::Via { gateway, ifindex });
                 }
             }
@@ -100,8 +100,8 @@ fn plan(input: &Input<'_>) -> Plan {
                 plan.unreachable.insert(
                     name.clone(),
                     format!(
-                        "auto-direct-node-routes: none of its InternalIP addresses {:?} is on a network that this node is \
-                         on; pods reach {:?} only by routes that somebody else makes",
+                        "auto-direct-node-routes: none of its InternalIP addresses {:?} is on a network of this \
+                         node; {:?} is only reachable by routes of the network",
                         peer.internal_ips, peer.pod_cidrs
                     ),
                 );
@@ -111,7 +111,7 @@ fn plan(input: &Input<'_>) -> Plan {
     plan
 }
 
-/// The first of `addresses` that a device of this node reaches without a next hop.
+/// The first of `addresses` that is directly connected to a device of this node.
 fn neighbour(network: &NetworkRow, addresses: &[Ipv4Addr]) -> Option<(Ipv4Addr, u32)> {
     addresses.iter().find_map(|address| {
         network.links.iter().filter(|(_, link)| link.up && !link.loopback).find_map(|(ifindex, link)| {

@@ -7,7 +7,7 @@ use cistern_core::ipam::lease::{Attachment, Outcome};
 use jiff::Timestamp;
 
 impl Task {
-    /// Looks whether the leases agree with the namespaces and devices, when it is time to and the devices are known.
+    /// Audits the leases against namespaces and devices, if it is due and the devices are known.
     pub(super) fn audit(&mut self) {
         let now = self.parts.clock.now();
         if now < self.next_audit || !self.parts.network.peek().synced {
@@ -28,15 +28,15 @@ impl Task {
         );
         let Outcome { answer, changes } = self.leases.end_lost(&audited.lost, now);
         for lease in answer {
-            tracing::warn!(attachment = %lease.attachment, "lease ended by the audit: its pod is gone and no DEL came");
+            tracing::warn!(attachment = %lease.attachment, "lease ended by the audit: its pod no longer exists and no DEL arrived");
             self.forget(&lease);
         }
         self.owed.extend(changes);
         // What a namespace that exists is connected by may be a pod's whose records and routes are lost.
         for link in audited.left_over.into_iter().filter(|link| !self.parts.host.is_in_use(link)).collect::<Vec<_>>() {
             match self.parts.host.remove_device(&link) {
-                Ok(()) => tracing::warn!(device = link, "device removed by the audit: it led to no pod"),
-                Err(reason) => tracing::warn!(device = link, reason, "device not removed; the next audit tries again"),
+                Ok(()) => tracing::warn!(device = link, "device removed by the audit: it has no lease and no route"),
+                Err(reason) => tracing::warn!(device = link, reason, "device not removed; retrying at the next audit"),
             }
         }
         self.flush();

@@ -1,12 +1,12 @@
-//! What each call does.
+//! Execution of calls.
 
 use super::publish::endpoint;
 use super::task::Task;
 use super::{EndpointError, View};
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{
-    AddError, AddRequest, Attachment, Behind, CollectRequest, Granted, OwnerError, OwnerLease, OwnerRequest, PodLease,
-    RecordKey, Row,
+    AddError, AddRequest, Attachment, CollectRequest, Granted, OwnerError, OwnerLease, OwnerRequest, PodAttachment,
+    PodLease, RecordKey, Row,
 };
 use cistern_core::ipam::node::pod_cidr::{AddressError, Addresses};
 use cistern_core::moment::Moment;
@@ -20,7 +20,7 @@ impl Task {
         let may_live = |netns: &str| host.namespace(netns) != Namespace::Gone;
         let outcome = self.leases.add(request, may_live, now, draw);
         let answer = self.durable(outcome).map_err(|error| self.with_wall_clock(error));
-        // A superseded lease leaves the datapath, and the first ADD may have chosen the router.
+        // Superseded leases must leave the datapath, and the first ADD may have chosen the router address.
         self.publish();
         answer
     }
@@ -29,11 +29,11 @@ impl Task {
         &mut self,
         attachment: &Attachment,
         generation: u64,
-        interface: Behind,
+        interface: PodAttachment,
         began: Option<&Moment>,
     ) -> Result<(), EndpointError> {
         let now = self.parts.clock.now();
-        // Checked before the datapath is told: a confirmation that is refused or void must leave no trace there.
+        // Check before writing to the datapath: a rejected or repeated confirmation must not change it.
         if let Some(lease) = self.leases.check(attachment, now)
             && lease.generation == generation
             && !self.leases.asked_since(lease, began)
@@ -125,17 +125,17 @@ impl Task {
         }
     }
 
-    /// How much the wall clock is ahead of the leases' clock.
+    /// Difference between the wall clock and the leases' clock.
     fn ahead(&self) -> SignedDuration {
         self.parts.wall.now().duration_since(self.parts.clock.now())
     }
 
-    /// A time by the wall clock. Whole seconds, so that it stays the same each time it is asked for.
+    /// A time by the wall clock, in whole seconds so that it is the same for every query.
     fn shown(&self, time: Timestamp) -> Timestamp {
         time.checked_add(SignedDuration::from_secs(self.ahead().as_secs())).unwrap_or(time)
     }
 
-    /// A refusal with times of the wall clock.
+    /// An error with times by the wall clock.
     fn with_wall_clock(&self, mut error: EndpointError) -> EndpointError {
         if let EndpointError::Add(AddError::Overtaken { at, .. })
         | EndpointError::Owner(OwnerError::Address(AddressError::InQuarantine { until: at, .. })) = &mut error
@@ -145,7 +145,7 @@ impl Task {
         error
     }
 
-    /// What is not free.
+    /// The addresses that are not free.
     fn rows(&self) -> Vec<Row> {
         let shown = |time: Timestamp| self.shown(time);
         let mut rows = self.leases.snapshot();

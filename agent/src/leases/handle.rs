@@ -1,17 +1,17 @@
-//! The asking side of the lease task.
+//! Handle of the lease task.
 
 use super::task::{Command, Task};
 use super::{EndpointError, View};
 use cistern_core::ip::Family;
 use cistern_core::ipam::lease::{
-    AddRequest, Attachment, Behind, CollectRequest, ExpirationIds, Granted, OwnerLease, OwnerRequest, PodLease,
+    AddRequest, Attachment, CollectRequest, ExpirationIds, Granted, OwnerLease, OwnerRequest, PodAttachment, PodLease,
 };
 use cistern_core::ipam::node::pod_cidr::Addresses;
 use cistern_core::moment::Moment;
 use std::net::IpAddr;
 use tokio::sync::{mpsc, oneshot};
 
-/// The asking side; clones ask the same task.
+/// A handle; clones use the same task.
 #[derive(Debug, Clone)]
 pub struct Endpoints {
     sender: mpsc::Sender<Command>,
@@ -28,7 +28,7 @@ impl Endpoints {
     ) -> Result<T, EndpointError> {
         let (reply, answer) = oneshot::channel();
         let command: Command = Box::new(move |task| {
-            // A caller that went away gets no answer; what was done stays done, and its DEL ends it.
+            // The caller may have gone away; its DEL will release the lease.
             let _ = reply.send(call(task));
         });
         self.sender.send(command).await.map_err(|_| EndpointError::ShuttingDown)?;
@@ -43,7 +43,7 @@ impl Endpoints {
         self.ask(|task| task.add(request)).await
     }
 
-    /// See [`cistern_core::ipam::lease::Leases::confirm`]. The datapath knows the pod when this returns.
+    /// See [`cistern_core::ipam::lease::Leases::confirm`]. The pod is in the datapath when this returns.
     ///
     /// # Errors
     /// See [`EndpointError`].
@@ -51,13 +51,13 @@ impl Endpoints {
         &self,
         attachment: Attachment,
         generation: u64,
-        interface: Behind,
+        interface: PodAttachment,
         began: Option<Moment>,
     ) -> Result<(), EndpointError> {
         self.ask(move |task| task.confirm(&attachment, generation, interface, began.as_ref())).await
     }
 
-    /// See [`cistern_core::ipam::lease::Leases::del`]. Answers the lease that ended, if there was one.
+    /// See [`cistern_core::ipam::lease::Leases::del`]. Returns the released lease, if any.
     ///
     /// # Errors
     /// See [`EndpointError`].
@@ -65,7 +65,7 @@ impl Endpoints {
         self.ask(move |task| task.del(&attachment, began)).await
     }
 
-    /// See [`cistern_core::ipam::lease::Leases::collect`]. Answers the leases that ended.
+    /// See [`cistern_core::ipam::lease::Leases::collect`]. Returns the released leases.
     ///
     /// # Errors
     /// See [`EndpointError`].
@@ -73,7 +73,7 @@ impl Endpoints {
         self.ask(move |task| task.collect(&request)).await
     }
 
-    /// See [`cistern_core::ipam::lease::Leases::check`]; the router addresses beside it.
+    /// See [`cistern_core::ipam::lease::Leases::check`]; also returns the router addresses.
     ///
     /// # Errors
     /// See [`EndpointError`].
@@ -118,7 +118,7 @@ impl Endpoints {
         self.ask(move |task| task.stop_expiration(address, &pool, &uuid)).await
     }
 
-    /// What is held now.
+    /// The current leases.
     ///
     /// # Errors
     /// See [`EndpointError`].
@@ -127,7 +127,7 @@ impl Endpoints {
     }
 }
 
-/// Fresh UUIDs for the timers of a call by owner text.
+/// New UUIDs for the timers of a call with an owner string.
 #[must_use]
 pub fn expiration_ids(draw: &mut dyn FnMut() -> u64) -> ExpirationIds {
     let mut uuid = || {
@@ -145,10 +145,10 @@ pub fn expiration_ids(draw: &mut dyn FnMut() -> u64) -> ExpirationIds {
     ExpirationIds { ipv4: uuid(), ipv6: uuid() }
 }
 
-/// The family that a call by owner text names; none for every family that is on.
+/// The family of a call with an owner string; `None` for all enabled families.
 ///
 /// # Errors
-/// The text, when it is neither.
+/// The text, if it is invalid.
 pub fn family(text: &str) -> Result<Option<Family>, String> {
     match text {
         "" => Ok(None),

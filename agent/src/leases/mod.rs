@@ -1,22 +1,22 @@
-//! The owner of the pod leases: one task, one state machine, commands by a bounded queue.
+//! The owner of the pod leases: a task with the state machine, commanded by a bounded queue.
 //!
-//! | module | does |
+//! | module | responsibility |
 //! |---|---|
-//! | `handle` | the asking side: one method for each call |
-//! | `task` | runs calls and timers one after the other |
-//! | `calls` | what each call does: change, write the records, answer |
-//! | `supply` | from the tables: what may be allocated |
-//! | `audit` | compares leases with namespaces and devices |
-//! | `publish` | the tables that follow from the leases |
+//! | `handle` | the caller's side: one method per call |
+//! | `task` | runs calls and timers sequentially |
+//! | `calls` | execution of calls: change, write the records, answer |
+//! | `supply` | what may be allocated, from the tables |
+//! | `audit` | comparison of leases with namespaces and devices |
+//! | `publish` | tables derived from the leases |
 //!
-//! Every answer leaves after its records are on disk, and an interface is confirmed after the datapath knows the pod, so
-//! that the pod's first packet is treated like its last one.
+//! Answers are sent after their records are on disk, and an interface is confirmed after the pod is in the datapath, so
+//! that the pod's first packet is treated like later ones.
 //!
-//! Leases have a clock of their own ([`Parts::clock`]), which never jumps. Times that are reported are those of the wall
-//! clock, and are translated here.
+//! Leases have their own clock ([`Parts::clock`]), which is monotonic. Reported times are converted to the wall clock
+//! here.
 //!
-//! A device of ours with a route to it is a pod even when no record names it: its record was damaged, or is of another
-//! version. Such a pod stays in the datapath, and its address is not allocated.
+//! A device of ours with a route is a pod even without a record, which may have been damaged or of another version.
+//! Such a pod remains in the datapath, and its address is not allocated.
 
 mod audit;
 mod calls;
@@ -46,19 +46,19 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-/// Calls wait here for the one task; more than this many wait at the door.
+/// Capacity of the command queue; further callers wait.
 const QUEUE: usize = 256;
 
-/// Where the records survive.
+/// Persistence of the records.
 pub trait LeaseStore: Send {
-    /// Makes one change durable, or none of it.
+    /// Makes a change durable, atomically.
     ///
     /// # Errors
-    /// What failed on which file.
+    /// The failed operation and file.
     fn write(&mut self, change: &Change) -> Result<(), String>;
 }
 
-/// The machine below the pods, as far as the leases need it.
+/// The machine's kernel, as needed by the leases.
 pub trait Host: Send {
     /// State of the network namespace at a path.
     fn namespace(&self, path: &str) -> Namespace;
@@ -69,28 +69,28 @@ pub trait Host: Send {
     /// Whether the other side of a pair is in a namespace that exists. One that cannot be looked at is.
     fn is_in_use(&self, device: &str) -> bool;
 
-    /// Removes a device by name; removing the absent succeeds.
+    /// Deletes a device by name; succeeds if there is none.
     ///
     /// # Errors
-    /// What failed.
+    /// The kernel's error.
     fn remove_device(&mut self, name: &str) -> Result<(), String>;
 }
 
-/// Where the kernel programs look pods up.
+/// The kernel programs' endpoint map.
 pub trait EndpointMap: Send {
-    /// Makes the pod known.
+    /// Inserts or replaces a pod.
     ///
     /// # Errors
-    /// What failed, for people.
+    /// The failed operation, human-readable.
     fn insert(&mut self, address: Ipv4Addr, entry: EndpointEntry) -> Result<(), String>;
-    /// Makes it unknown; it need not be known.
+    /// Removes a pod, if it exists.
     ///
     /// # Errors
-    /// What failed, for people.
+    /// The failed operation, human-readable.
     fn remove(&mut self, address: Ipv4Addr) -> Result<(), String>;
 }
 
-/// Why a call was not carried out.
+/// Why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EndpointError {
     /// No address.
@@ -99,56 +99,56 @@ pub enum EndpointError {
     /// Not confirmed.
     #[error(transparent)]
     Confirm(#[from] ConfirmError),
-    /// A call by owner text was refused.
+    /// A call with an owner string was rejected.
     #[error(transparent)]
     Owner(#[from] OwnerError),
-    /// The disk said no. The records are written as soon as it lets us; this call is not answered with an address.
+    /// The records could not be written; they will be, but this call does not return an address.
     #[error("{reason}")]
     NotDurable {
-        /// What failed.
+        /// The reason.
         reason: String,
     },
-    /// The kernel map said no.
-    #[error("the datapath does not take endpoint {address}: {reason}; the lease stays provisional")]
+    /// The kernel map could not be updated.
+    #[error("endpoint {address} cannot be added to the datapath: {reason}; the lease remains provisional")]
     Datapath {
-        /// Address of the pod.
+        /// The pod's address.
         address: Ipv4Addr,
-        /// What failed.
+        /// The reason.
         reason: String,
     },
-    /// The agent is ending.
+    /// The agent is shutting down.
     #[error("the agent is shutting down")]
     ShuttingDown,
 }
 
-/// Everything that is known of this node's addresses.
+/// State of this node's addresses.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct View {
-    /// Addresses that are not free.
+    /// The addresses that are not free.
     pub rows: Vec<Row>,
     /// Counts by pod CIDR.
     pub usage: Vec<PoolUsage>,
     /// Router addresses.
     pub router: Addresses,
-    /// Everything that was done is on disk.
+    /// Everything is on disk.
     pub durable: bool,
 }
 
-/// What the task is made of.
+/// Inputs and outputs of the task.
 pub struct Parts {
     /// Name of this node.
     pub node: String,
-    /// Records from before.
+    /// The records of earlier processes.
     pub records: Vec<Record>,
     /// Records are missing: some could not be read.
     pub incomplete: bool,
     /// The pods that the datapath knew at the start.
     pub known_endpoints: BTreeMap<Ipv4Addr, EndpointEntry>,
-    /// How long things wait.
+    /// Durations of timers.
     pub timings: Timings,
     /// `local-router-ipv4`
     pub configured_router: Option<Ipv4Addr>,
-    /// Whether the records are from before a reboot: leases whose namespace is gone are dropped.
+    /// Whether the records are from before a reboot: leases whose namespace does not exist are released.
     pub rebooted: bool,
     /// Whether the times of the records are those of `clock`.
     pub times: RecordTimes,
@@ -156,42 +156,42 @@ pub struct Parts {
     pub host: Box<dyn Host>,
     /// Random numbers.
     pub draw: Box<dyn FnMut() -> u64 + Send>,
-    /// Where records survive.
+    /// Persistence of the records.
     pub store: Box<dyn LeaseStore>,
-    /// Where the kernel programs look pods up; none without a datapath.
+    /// The kernel programs' endpoint map; `None` without a datapath.
     pub map: Option<Box<dyn EndpointMap>>,
     /// The IPAM mode.
     pub mode: Box<dyn NodeMode>,
     /// Every CiliumNode, as the API server lists it.
     pub cilium_nodes: Reader<String, CiliumNodeRow>,
-    /// Devices of this node: their addresses are given to no pod.
+    /// Devices of this node: their addresses are not allocated to pods.
     pub network: Reader<(), NetworkRow>,
-    /// Every node of the cluster: this node's own row names the router address that was published.
+    /// All nodes of the cluster: this node's own row has the published router address.
     pub peers: Reader<String, PeerRow>,
-    /// This node's Node, whose annotations may name the router address, too.
+    /// This node's Node, whose annotations may have the router address, too.
     pub nodes: Reader<String, NodeRow>,
-    /// Gets the router address.
+    /// Output: the router address.
     pub router: Arc<Table<Ipv4Addr, ()>>,
-    /// Gets the pods whose interface exists.
+    /// Output: the pods with an interface.
     pub endpoints: Arc<Table<Ipv4Addr, EndpointEntry>>,
     /// Gets where this node's pods get their addresses from.
     pub pool: Arc<Table<(), PoolRow>>,
     /// Gets what is to be written to this node's CiliumNode.
     pub intent: Arc<Table<(), CiliumNodeIntent>>,
-    /// What is waited for: here, a disk that refuses.
+    /// Waits: here, for a failing disk.
     pub waits: Waits,
-    /// What the audit finds.
+    /// Findings of the audit.
     pub findings: Findings,
-    /// The boot that this machine is in, as a [`Moment`] names it.
+    /// The machine's current boot, as in [`Moment`].
     pub boot: String,
-    /// Time of the leases: it only goes forward, over restarts too.
+    /// Clock of the leases: monotonic, also across restarts.
     pub clock: Clock,
-    /// Time as people read it.
+    /// Wall clock, for display.
     pub wall: Clock,
 }
 
-/// Takes up the leases and returns the asking side and the task, which runs until cancelled and then answers what is
-/// still in its queue.
+/// Restores the leases and returns a handle and the task, which runs until cancelled and then answers the remaining
+/// commands in its queue.
 pub fn start(parts: Parts, cancel: CancellationToken) -> (Endpoints, impl Future<Output = ()> + Send) {
     let (sender, receiver) = mpsc::channel(QUEUE);
     (Endpoints::new(sender), task::run(parts, receiver, cancel))

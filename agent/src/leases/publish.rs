@@ -1,16 +1,16 @@
-//! The tables that follow from the leases.
+//! Tables derived from the leases.
 
 use super::task::Task;
 use crate::tables::rows::PoolRow;
 use cistern_core::ip::Family;
-use cistern_core::ipam::lease::{Behind, DEFAULT_POOL, LeaseState, PodLease};
+use cistern_core::ipam::lease::{DEFAULT_POOL, LeaseState, PodAttachment, PodLease};
 use cistern_core::ipam::supply::GrantState;
 use cistern_core::masquerade::plan::EndpointEntry;
 use ipnet::IpNet;
 use std::collections::BTreeMap;
 
 impl Task {
-    /// The kernel forgets the pod before its address can be given to another.
+    /// Removes the pod from the kernel before its address can be reallocated.
     pub(super) fn forget(&mut self, lease: &PodLease) {
         if let Some(address) = lease.addresses.ipv4
             && let Some(map) = self.parts.map.as_mut()
@@ -20,7 +20,7 @@ impl Task {
         }
     }
 
-    /// Publishes what others follow.
+    /// Publishes the derived tables.
     pub(super) fn publish(&self) {
         let network = self.parts.network.peek();
         let owes_grant = self.owes_grant();
@@ -51,7 +51,7 @@ impl Task {
                 self.parts.router.publish(routers.into_iter().map(|router| (router, ())).collect());
             }
         }
-        // Nothing is taken out of the datapath before it is known which pods there are without a record.
+        // Nothing is removed from the datapath before the pods without a record are known.
         if !network.synced {
             return;
         }
@@ -71,13 +71,13 @@ impl Task {
     }
 }
 
-/// What the kernel programs know of a pod. One that another plugin attached has no device of ours; one whose packets do
-/// not pass this node's routing is left unknown, so that its packets pass unchanged where they leave.
-pub(super) fn endpoint(interface: &Behind, lease: u64) -> Option<EndpointEntry> {
+/// The kernel programs' entry of a pod. A pod attached by another plugin has no device of ours; one that is not routed
+/// by this node has no entry, so that its packets pass unchanged.
+pub(super) fn endpoint(interface: &PodAttachment, lease: u64) -> Option<EndpointEntry> {
     let ifindex = match interface {
-        Behind::Pair(pair) => pair.host_ifindex,
-        Behind::Plugin { routed: true, .. } => 0,
-        Behind::Plugin { routed: false, .. } => return None,
+        PodAttachment::Pair(pair) => pair.host_ifindex,
+        PodAttachment::Plugin { routed: true, .. } => 0,
+        PodAttachment::Plugin { routed: false, .. } => return None,
     };
     Some(entry(ifindex, EndpointEntry::generation_of(lease)))
 }

@@ -6,7 +6,7 @@ use crate::tables::rows::{CiliumNodeRow, NetworkRow};
 use cistern_core::ip::{Family, overlaps};
 use cistern_core::ipam::audit::{self, HostLink};
 use cistern_core::ipam::lease::{
-    Accepted, Behind, DEFAULT_POOL, Exclusion, LeaseState, Outcome, RecordKey, Surroundings,
+    Accepted, DEFAULT_POOL, Exclusion, LeaseState, Outcome, PodAttachment, RecordKey, Surroundings,
 };
 use cistern_core::ipam::node::pod_cidr::{Addresses, contested};
 use cistern_core::ipam::node::{CiliumNodeFacts, Held, NodeFacts, NodeInput, NodePlan, Observed, kubernetes};
@@ -14,7 +14,7 @@ use ipnet::IpNet;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
 
-/// Host sides of pods' pairs, with the address that is routed to each.
+/// Host sides of pods' veth pairs, with the address routed to each.
 fn host_links(network: &NetworkRow) -> BTreeMap<String, HostLink> {
     let address = |ifindex: u32| {
         let routes = network.routes.iter().filter(|route| route.ifindex == Some(ifindex) && route.gateway.is_none());
@@ -175,13 +175,13 @@ impl Task {
         let addresses = seen
             .links
             .values()
-            // The router address itself sits on the loopback device.
+            // The router address itself is on the loopback device.
             .filter(|link| !link.loopback)
             .flat_map(|link| link.addresses.iter())
             .map(|address| Exclusion { address: address.addr(), label: "node-ip".to_owned() });
         let unrecorded = self.unrecorded().into_iter().map(|(address, (link, _))| Exclusion {
             address: address.into(),
-            label: format!("the pod behind {link}, which no record names"),
+            label: format!("the unrecorded pod of {link}"),
         });
         let exclusions = addresses.chain(unrecorded).collect();
         let peers = self.parts.peers.peek();
@@ -203,14 +203,14 @@ impl Task {
         seen.routes.iter().filter(|route| is_host_side(route.ifindex)).filter_map(|route| route.source).collect()
     }
 
-    /// Addresses of pods that no record names, with name and index of their devices.
+    /// Addresses of unrecorded pods, with names and indexes of their devices.
     pub(super) fn unrecorded(&self) -> BTreeMap<Ipv4Addr, (String, u32)> {
         let leased: BTreeSet<String> = self
             .leases
             .pods()
             .filter_map(|lease| match &lease.state {
-                LeaseState::Confirmed { interface: Behind::Pair(pair), .. } => Some(pair.host_ifname.clone()),
-                LeaseState::Confirmed { interface: Behind::Plugin { .. }, .. } => None,
+                LeaseState::Confirmed { interface: PodAttachment::Pair(pair), .. } => Some(pair.host_ifname.clone()),
+                LeaseState::Confirmed { interface: PodAttachment::Plugin { .. }, .. } => None,
                 LeaseState::Provisional { .. } => Some(self.parts.host.host_side(&lease.attachment)),
             })
             .collect();

@@ -1,4 +1,4 @@
-//! The task: runs commands and timers one after the other, and writes the records before an answer leaves.
+//! The task: runs commands and timers sequentially, and writes the records before answers are sent.
 
 use super::{EndpointError, Parts};
 use cistern_core::ipam::audit::{Audit, HostLink, Namespace};
@@ -11,19 +11,19 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-/// A call, with its answer on the way.
+/// A call with its reply channel.
 pub(super) type Command = Box<dyn FnOnce(&mut Task) + Send>;
 
-/// The leases, and what was done with them so far.
+/// The leases, and state derived from them.
 pub(super) struct Task {
     pub(super) leases: Leases,
-    /// Made by the state machine, not on disk yet.
+    /// Changes that are not on disk yet.
     pub(super) owed: Owed,
-    /// When a disk that refused is tried again.
+    /// When a failed write is retried.
     retry: Option<Timestamp>,
     pub(super) audit: Audit,
     pub(super) next_audit: Timestamp,
-    /// Host sides of pods' pairs, by name.
+    /// Host sides of pods' veth pairs, by name.
     pub(super) links: BTreeMap<String, HostLink>,
     /// The plan in force; none before there was one in this run.
     pub(super) plan: Option<NodePlan>,
@@ -59,7 +59,7 @@ pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>,
         let Outcome { answer, changes } = task.leases.drop_gone(there, now);
         task.owed.extend(changes);
         for lease in answer {
-            tracing::info!(attachment = %lease.attachment, "lease ended: its network namespace is gone since the reboot");
+            tracing::info!(attachment = %lease.attachment, "lease ended: its network namespace did not survive the reboot");
         }
     }
     task.adopt();
@@ -68,7 +68,7 @@ pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>,
         let deadline = task.next_wake();
         let mut asked = None;
         tokio::select! {
-            // Commands first: a pool that changes at the same time is seen by the next one.
+            // Commands first: they see changes of the tables in the next iteration.
             biased;
             () = cancel.cancelled() => break,
             command = receiver.recv() => match command {
@@ -81,8 +81,7 @@ pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>,
             () = task.parts.cilium_nodes.changed() => task.resupply(),
             () = tokio::time::sleep(deadline) => {}
         }
-        // Whatever woke it: what asks again and again must not keep it from what is due, and a lease that has ended meanwhile
-        // ends here, with all that has to follow.
+        // Run expired timers before serving a command, so that a busy queue cannot starve them.
         task.due();
         if let Some(command) = asked {
             command(&mut task);
@@ -95,20 +94,20 @@ pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>,
     }
     task.flush();
     if !task.owed.is_empty() {
-        tracing::error!(owed = task.owed.len(), "lease records could not be written before the end");
+        tracing::error!(owed = task.owed.len(), "lease records could not be written before the shutdown");
     }
 }
 
-/// A disk that refused is tried again after this long.
+/// Delay before a failed write is retried.
 const DISK_RETRY: Duration = Duration::from_secs(1);
 
-/// Name of the wait for a disk that refuses.
+/// Name of the wait for a failing disk.
 pub const WAIT: &str = "lease records";
 
 fn not_durable(reason: &str) -> String {
     format!(
         "lease records cannot be written ({reason}): no address is allocated until they can; pods that run are not affected, \
-         and DELs are carried out where the disk lets files be removed"
+         and DELs are executed if files can be deleted"
     )
 }
 
@@ -128,7 +127,7 @@ impl Task {
             let Outcome { answer, changes } = self.leases.adopt(address.into(), generation, self.parts.clock.now());
             self.owed.extend(changes);
             if let Some(lease) = answer {
-                tracing::warn!(%address, attachment = %lease.attachment, "the datapath knows a pod that no record names; it keeps its address until the reboot");
+                tracing::warn!(%address, attachment = %lease.attachment, "the datapath has a pod without a record; its address stays allocated until a reboot");
             }
         }
     }
@@ -139,19 +138,19 @@ impl Task {
         Duration::try_from(next.duration_since(now)).unwrap_or(Duration::ZERO).max(Duration::from_millis(10))
     }
 
-    /// Does what it is time for.
+    /// Runs expired timers.
     fn due(&mut self) {
         let now = self.parts.clock.now();
         if self.retry.into_iter().chain(self.leases.next_deadline()).any(|at| at <= now) {
             let ended = self.leases.expire(now);
             self.owed.extend(ended);
-            // What a device leads to is excluded when no record names it: that may just have come to be.
+            // Addresses of unrecorded pods are excluded, and an expired lease may leave one.
             self.resupply();
         }
         self.audit();
     }
 
-    /// Writes what is owed. A disk that refuses is waited for.
+    /// Writes pending changes. If the disk fails, they are retried.
     pub(super) fn flush(&mut self) {
         let store = &mut self.parts.store;
         let outcome = self.owed.write(|change| store.write(change));
@@ -178,7 +177,7 @@ impl Task {
         self.written(self.owed.is_empty()).map(|()| answer)
     }
 
-    /// As [`Task::durable`] for what gives addresses back: that these keys are gone from the disk is enough.
+    /// As [`Task::durable`] for releases: it suffices that these keys are removed from the disk.
     pub(super) fn given_back<T>(
         &mut self,
         outcome: Outcome<T>,

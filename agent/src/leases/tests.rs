@@ -12,7 +12,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Every namespace is there, and devices are only ever removed.
+/// All namespaces exist, and devices are only ever removed.
 struct Quiet;
 
 impl Host for Quiet {
@@ -164,7 +164,7 @@ impl Rig {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 
-    /// An address by name; the router has one of the two.
+    /// Allocates a given address; the router has one of the two.
     async fn take(&self) -> Option<IpAddr> {
         for text in ["10.33.0.20", "10.33.0.21"] {
             let address = text.parse().unwrap();
@@ -220,7 +220,7 @@ async fn no_address_is_allocated_of_a_pod_cidr_that_is_not_on_disk_or_is_being_l
     rig.grant(&[(NEXT, GrantState::Draining)]).await;
     assert!(rig.pool().unwrap().leaving);
     let request = OwnerRequest { owner: "ns/x".into(), pool: None, family: None, expiration: None };
-    assert!(rig.ask.allocate(request).await.unwrap_err().to_string().contains("being left"));
+    assert!(rig.ask.allocate(request).await.unwrap_err().to_string().contains("being released"));
 }
 
 #[tokio::test(start_paused = true)]
@@ -314,9 +314,9 @@ async fn without_a_plan_nothing_is_published_that_would_remove_anything() {
     assert!(!rig.router.snapshot().synced && !rig.pool.snapshot().synced);
 }
 
-// An ADD was killed when it had made the pair and the route; nothing changes on the node since.
+// An ADD was killed after it had created the pair and the route; nothing changes on the node afterwards.
 #[tokio::test(start_paused = true)]
-async fn an_address_that_a_device_leads_to_is_given_to_nobody_when_its_lease_has_ended() {
+async fn an_address_routed_to_a_device_is_not_allocated_after_its_lease_has_ended() {
     let rig = Rig::start();
     rig.settle().await;
     let address = rig.ask.add(request(None)).await.unwrap().lease.addresses.ipv4.unwrap();
@@ -326,9 +326,9 @@ async fn an_address_that_a_device_leads_to_is_given_to_nobody_when_its_lease_has
     assert!(given.as_ref().is_err_and(|error| error.to_string().contains(LINK)), "{given:?}");
 }
 
-// The machine was started in 1970, and has the right time since.
+// The machine started with a clock in 1970, which has been corrected since.
 #[tokio::test(start_paused = true)]
-async fn refusals_show_the_time_that_peoples_clocks_show() {
+async fn errors_have_times_by_the_wall_clock() {
     let rig = Rig::with(at("1970-01-01T00:05:00Z"), at("2026-01-01T00:00:00Z"), |_| {});
     rig.settle().await;
     rig.ask.del(request(None).attachment, None).await.unwrap();

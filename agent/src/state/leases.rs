@@ -1,4 +1,4 @@
-//! Lease records, one file each, so that a write costs the same with one pod as with 250.
+//! Lease records, one file each, so that the cost of a write does not depend on the number of pods.
 
 use super::{SetAside, StateDir, StateError, make_dir, read_or_set_aside, replace, set_aside};
 use cistern_core::ipam::lease::{Change, Record, RecordKey, Stored};
@@ -16,10 +16,10 @@ pub struct LeaseFiles {
 }
 
 impl LeaseFiles {
-    /// Opens `leases` below the state directory. What else has that name is set aside.
+    /// Opens `leases` below the state directory. Another file of that name is set aside.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// It cannot be created.
     pub fn open(state: &StateDir) -> Result<(Self, Option<SetAside>), StateError> {
         let directory = state.root().join(DIRECTORY);
         let in_place = directory.symlink_metadata().is_ok() && !directory.is_dir();
@@ -46,7 +46,7 @@ impl LeaseFiles {
             match path.extension().and_then(|extension| extension.to_str()) {
                 Some("json") => {}
                 Some("new") => {
-                    // One that stays is overwritten by the next write of its record.
+                    // One that remains is overwritten by the next write of its record.
                     if let Err(error) = std::fs::remove_file(&path) {
                         tracing::warn!(path = %path.display(), %error, "a half-written record is not removed");
                     }
@@ -77,10 +77,10 @@ impl LeaseFiles {
         Ok((records, aside))
     }
 
-    /// Makes one change: a record is replaced by rename, so that a killed process leaves the old one or the new one.
+    /// Makes a change: a record is replaced by rename, so that a killed process leaves either the old or the new one.
     ///
     /// # Errors
-    /// What could not be done with which file.
+    /// The failed operation and file.
     pub fn write(&self, change: &Change) -> Result<(), StateError> {
         match change {
             Change::Put(record) => {
@@ -104,7 +104,7 @@ impl LeaseFiles {
         }
     }
 
-    /// Keys hold what others chose (container IDs), so the name is a hash of them, behind the kind for people.
+    /// Keys have values chosen by others (container IDs), so the name is a hash, prefixed by the kind for readability.
     fn path(&self, key: &RecordKey) -> PathBuf {
         let text = key.to_string();
         let kind = text.split(' ').next().unwrap_or("record");

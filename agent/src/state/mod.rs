@@ -1,8 +1,8 @@
-//! What survives a restart of the agent: pod leases, the last inputs from the API, the last good ip-masq-agent list.
+//! Persistent state of the agent: pod leases, last inputs from the API server, last valid ip-masq-agent list.
 //!
-//! Files are JSON, written under another name and renamed into place, without fsync (`ipam` decision 8): what a
-//! `kill -9` leaves is whole, and what a power cut loses had no network namespace any more. A file that cannot be read,
-//! or that another version wrote, is set aside under another name and reported; it is never overwritten.
+//! Files are JSON, written under a temporary name and renamed, without fsync (`ipam` decision 8): `kill -9` leaves
+//! complete files, and after a power loss the affected pods' namespaces no longer exist. A file that is unreadable or
+//! of another version is set aside under another name and reported; it is never overwritten.
 
 mod leases;
 
@@ -19,43 +19,43 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Where state lives unless `state-dir` says otherwise.
+/// Default of `state-dir`.
 pub const STATE_DIR: &str = "/var/lib/cistern";
 
-/// Directory of the DELs that wait for an agent, below the state directory.
+/// Directory of queued DELs, below the state directory.
 const QUEUE: &str = "cni-queue";
 
 /// Reading or writing state failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    /// The file system said no; what was there before is still there.
+    /// An I/O error; the previous content is unchanged.
     #[error("{action} {path}: {source}")]
     Io {
         /// `read`, `write`, `rename`, `create`, `remove`
         action: &'static str,
-        /// Which file or directory.
+        /// The file or directory.
         path: PathBuf,
         /// The reason.
         source: std::io::Error,
     },
-    /// The value cannot be written as JSON.
+    /// The value cannot be serialised as JSON.
     #[error("encode {path}: {source}")]
     Encode {
-        /// Which file was to be written.
+        /// The file to write.
         path: PathBuf,
         /// The reason.
         source: serde_json::Error,
     },
 }
 
-/// A file that could not be read and was set aside.
+/// An unreadable file that was set aside.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SetAside {
-    /// Where it was.
+    /// Its former path.
     pub path: PathBuf,
-    /// Where it is now; where it was, when the file system does not let it be renamed.
+    /// Its current path; the former one if it could not be renamed.
     pub kept_as: PathBuf,
-    /// Why it could not be read.
+    /// Why it is unreadable.
     pub reason: String,
 }
 
@@ -63,7 +63,7 @@ impl std::fmt::Display for SetAside {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "state file {} cannot be read ({}); it is kept as {} and nothing of it is in force",
+            "state file {} cannot be read ({}); it was renamed to {} and is not used",
             self.path.display(),
             self.reason,
             self.kept_as.display()
@@ -78,10 +78,10 @@ pub struct StateDir {
 }
 
 impl StateDir {
-    /// Opens the directory, making it if it is not there.
+    /// Opens the directory, creating it if necessary.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// It cannot be created.
     pub fn open(root: impl Into<PathBuf>) -> Result<Self, StateError> {
         let root = root.into();
         make_dir(&root)?;
@@ -94,17 +94,17 @@ impl StateDir {
         &self.root
     }
 
-    /// Waits until no other process uses this directory, and keeps others out while the guard lives: two owners of the
-    /// leases would give one address twice.
+    /// Waits until no other process uses this directory, and excludes others while the guard lives: two lease owners
+    /// would allocate an address twice.
     ///
     /// # Errors
-    /// When the lock file cannot be made.
+    /// The lock file cannot be created.
     pub async fn lock(&self) -> Result<DirLock, StateError> {
         let path = self.root.join("lock");
         let io = |action: &'static str, source: std::io::Error| StateError::Io { action, path: path.clone(), source };
-        let mut told = false;
+        let mut warned = false;
         loop {
-            // Held open for reading only: the file system may be, or become, read-only.
+            // Opened for reading only: the file system may be, or become, read-only.
             if !path.exists() {
                 std::fs::File::create(&path).map_err(|source| io("create", source))?;
             }
@@ -112,9 +112,9 @@ impl StateDir {
             match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => return Ok(DirLock { _lock: lock }),
                 Err((_, Errno::EWOULDBLOCK)) => {
-                    if !told {
+                    if !warned {
                         tracing::warn!(path = %path.display(), "waiting for another agent on this node to end");
-                        told = true;
+                        warned = true;
                     }
                     tokio::time::sleep(LOCK_RETRY).await;
                 }
@@ -123,11 +123,11 @@ impl StateDir {
         }
     }
 
-    /// Removes what an agent keeps here, but for lease records: pods may hold their addresses still. The directory, which
-    /// may be a mount, and what others put there stay.
+    /// Deletes the agent's files, except lease records: pods may still have their addresses. The directory, which may
+    /// be a mount, and foreign files are kept.
     ///
     /// # Errors
-    /// The first that could not be removed; the others are tried all the same.
+    /// The first error; the other files are deleted nevertheless.
     pub fn clear(&self) -> Result<(), StateError> {
         let entries = std::fs::read_dir(&self.root).map_err(|source| StateError::Io {
             action: "read",
@@ -136,7 +136,7 @@ impl StateDir {
         })?;
         let ours = |name: &str| name == "lock" || name.ends_with(".json") || name.contains(".unreadable-");
         let files = entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(ours));
-        // A DEL that waits there belongs to a lease that stays.
+        // A queued DEL belongs to a lease that is kept.
         let lock = self.root.join(QUEUE).join("lock");
         // The pod CIDR goes with the installation; where pods have addresses of it, the next one finds it by those.
         let records = std::fs::read_dir(self.root.join(leases::DIRECTORY)).into_iter().flatten().flatten();
@@ -145,7 +145,7 @@ impl StateDir {
         let grants = grants.map(|entry| entry.path());
         let outcome = remove_files(files.map(|entry| entry.path()).chain([lock]).chain(grants));
         for directory in [leases::DIRECTORY, QUEUE] {
-            // One that is not empty stays.
+            // Kept if not empty.
             let _ = std::fs::remove_dir(self.root.join(directory));
         }
         outcome
@@ -166,13 +166,13 @@ impl StateDir {
     /// Writes `name` and renames it into place.
     ///
     /// # Errors
-    /// When the file system says no; the old content is still in force.
+    /// An I/O error; the previous content is unchanged.
     pub fn write<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
         write_renamed(&self.root.join(name), value)
     }
 }
 
-/// Keeps other agents out of a state directory while it lives; the kernel lets it go with the process.
+/// Excludes other agents from a state directory while it lives; the kernel releases the lock with the process.
 #[derive(Debug)]
 pub struct DirLock {
     _lock: Flock<std::fs::File>,
@@ -180,7 +180,7 @@ pub struct DirLock {
 
 const LOCK_RETRY: Duration = Duration::from_millis(100);
 
-/// The marker of this boot: it lies below `/run`, which a reboot empties (`ipam` decision 8).
+/// The marker of this boot, in a directory below `/run`, which a reboot empties (`ipam` decision 8).
 #[derive(Debug, Clone)]
 pub struct BootMarker {
     path: PathBuf,
@@ -208,31 +208,31 @@ impl BootMarker {
         write_renamed(&self.served(), served)
     }
 
-    /// Takes the marker and its companion away, so that the next agent looks at the leases as after a reboot.
+    /// Deletes the marker and the file beside it, so that the next agent checks the leases as after a reboot.
     ///
     /// # Errors
-    /// What could not be removed.
+    /// A file cannot be deleted.
     pub fn clear(&self) -> Result<(), StateError> {
         remove_files([self.path.clone(), self.served()].into_iter())
     }
 
-    /// Whether an agent has finished with what a reboot leaves behind, since this boot.
+    /// Whether an agent has completed the cleanup after the reboot, since this boot.
     #[must_use]
     pub fn is_set(&self) -> bool {
         self.path.exists()
     }
 
-    /// What the wall clock of this boot's first agent read as the moment of the boot: the clock of leases counts from
-    /// there. None when there was no agent yet, or the marker does not say.
+    /// The time of the boot by the wall clock of this boot's first agent, which is the origin of the leases' clock.
+    /// `None` before the first agent, or if the marker does not have it.
     #[must_use]
     pub fn began(&self) -> Option<Timestamp> {
         std::fs::read_to_string(&self.path).ok()?.trim().parse().ok()
     }
 
-    /// Says that what the reboot left is dealt with, and keeps the moment of the boot.
+    /// Records that the cleanup after the reboot is complete, and the time of the boot.
     ///
     /// # Errors
-    /// When the marker cannot be made.
+    /// The marker cannot be created.
     pub fn set(&self, began: Timestamp) -> Result<(), StateError> {
         if let Some(directory) = self.path.parent() {
             make_dir(directory)?;
@@ -241,7 +241,7 @@ impl BootMarker {
     }
 }
 
-/// Removes files; those that are not there are fine. The first error counts, and keeps no other file from going.
+/// Deletes files, if they exist. All are tried; returns the first error.
 fn remove_files(paths: impl Iterator<Item = PathBuf>) -> Result<(), StateError> {
     let mut outcome = Ok(());
     for path in paths {
@@ -259,13 +259,13 @@ fn make_dir(path: &Path) -> Result<(), StateError> {
     std::fs::create_dir_all(path).map_err(|source| StateError::Io { action: "create", path: path.to_owned(), source })
 }
 
-/// The format is read first: fields of another format are not judged by the rules of this one.
+/// The format is read first, because fields of other formats may differ.
 fn check_format(bytes: &[u8], own: u32) -> Result<(), String> {
     let version: Version = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     version.check(own).map_err(|error| error.to_string())
 }
 
-/// Reads a file by `parse`. Whatever is there and cannot be read, a directory too, is set aside.
+/// Reads a file by `parse`. If it is unreadable, or a directory, it is set aside.
 fn read_or_set_aside<T>(path: &Path, parse: impl FnOnce(&[u8]) -> Result<T, String>) -> (Option<T>, Option<SetAside>) {
     let value = match std::fs::read(path) {
         Err(source) if source.kind() == ErrorKind::NotFound => return (None, None),
@@ -278,7 +278,7 @@ fn read_or_set_aside<T>(path: &Path, parse: impl FnOnce(&[u8]) -> Result<T, Stri
     }
 }
 
-/// Renames what is at `path` to the first free `NAME.unreadable-N`.
+/// Renames `path` to the first free `NAME.unreadable-N`.
 fn set_aside(path: &Path, reason: String) -> SetAside {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let mut number = 1_u32;
@@ -291,7 +291,7 @@ fn set_aside(path: &Path, reason: String) -> SetAside {
     };
     match std::fs::rename(path, &kept_as) {
         Ok(()) => SetAside { path: path.to_owned(), kept_as, reason },
-        // Where nothing can be renamed, nothing can be overwritten either.
+        // Without a rename it cannot be overwritten either.
         Err(error) => {
             let reason = format!("{reason}; nor can it be renamed: {error}");
             SetAside { path: path.to_owned(), kept_as: path.to_owned(), reason }
@@ -299,7 +299,7 @@ fn set_aside(path: &Path, reason: String) -> SetAside {
     }
 }
 
-/// Writes a file under another name and renames it into place. Nothing is left of one that could not be written whole.
+/// Writes a file under a temporary name and renames it into place. Deletes incomplete ones.
 fn replace(path: &Path, bytes: &[u8]) -> Result<(), StateError> {
     let temporary = path.with_extension("new");
     let io = |action: &'static str, path: &Path| {
@@ -310,7 +310,7 @@ fn replace(path: &Path, bytes: &[u8]) -> Result<(), StateError> {
         .map_err(io("write", &temporary))
         .and_then(|()| std::fs::rename(&temporary, path).map_err(io("rename", path)));
     if written.is_err() {
-        // On a full disk even an empty one takes space.
+        // Even an empty file needs space on a full disk.
         let _ = std::fs::remove_file(&temporary);
     }
     written

@@ -1,4 +1,4 @@
-//! The table of what somebody should look at: nothing that stops the node, nothing that is waited for.
+//! Findings for the administrator, which do not stop the node and are not waited for.
 
 use super::{Reader, Table};
 use crate::clock::Clock;
@@ -7,31 +7,30 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What a part of the agent found.
+/// A finding of a component of the agent.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Found {
-    /// A fixed word for programs, such as `lease-without-pod`.
+    /// A machine-readable reason, such as `lease-without-pod`.
     pub reason: &'static str,
-    /// What it is about: an attachment, a device, a file, a setting.
+    /// The subject: an attachment, a device, a file, a setting.
     pub subject: String,
-    /// What is so, and what follows.
+    /// The finding and its consequence.
     pub message: String,
 }
 
-/// Key of a finding: the part that found it, its reason and its subject.
+/// Key of a finding: its component, reason and subject.
 pub type FindingKey = (&'static str, &'static str, String);
 
 /// A finding.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FindingRow {
-    /// What is so, and what follows.
+    /// The finding and its consequence.
     pub message: String,
-    /// Since when it is known.
+    /// When it was first found.
     pub since: Timestamp,
 }
 
-/// Where each part says what it found. Each change is one line of the log, with the keys `finding`, `subject` and
-/// `message`.
+/// The findings of all components. Each change is logged, with the keys `finding`, `subject` and `message`.
 #[derive(Debug, Clone)]
 pub struct Findings {
     table: Arc<Table<FindingKey, FindingRow>>,
@@ -39,7 +38,7 @@ pub struct Findings {
 }
 
 impl Findings {
-    /// Nothing is found yet.
+    /// No findings yet.
     #[must_use]
     pub fn new(clock: Clock) -> Self {
         let table = Table::new("findings");
@@ -47,12 +46,12 @@ impl Findings {
         Self { table: Arc::new(table), clock }
     }
 
-    /// Adds to what a part found. It stays until the part replaces it.
+    /// Adds to the findings of a component, until it replaces them.
     pub fn add(&self, source: &'static str, found: impl IntoIterator<Item = Found>) {
         self.change(source, found, false);
     }
 
-    /// This is all that a part finds now; what it found before and does not find now has ended.
+    /// Replaces the findings of a component; others of it have ended.
     pub fn replace(&self, source: &'static str, found: impl IntoIterator<Item = Found>) {
         self.change(source, found, true);
     }
@@ -90,7 +89,7 @@ impl Findings {
         }
     }
 
-    /// A reading end.
+    /// A reader.
     #[must_use]
     pub fn reader(&self) -> Reader<FindingKey, FindingRow> {
         self.table.reader()

@@ -21,7 +21,7 @@ pub struct Rows<K, V> {
 type Link<K, V> = Option<Arc<Node<K, V>>>;
 
 struct Node<K, V> {
-    /// Shared on its own: copying a node copies neither key nor value.
+    /// Shared separately: copying a node copies neither key nor value.
     row: Arc<(K, V)>,
     left: Link<K, V>,
     right: Link<K, V>,
@@ -166,7 +166,7 @@ impl<K: Ord, V> Rows<K, V> {
         K: Borrow<Q>,
         V: Clone,
     {
-        // A key that is absent must not cost the sharing of its path.
+        // An absent key must not unshare its path.
         self.get(key)?;
         let row = remove(&mut self.root, key)?;
         Some(match Arc::try_unwrap(row) {
@@ -175,7 +175,7 @@ impl<K: Ord, V> Rows<K, V> {
         })
     }
 
-    /// The value under a key, to be changed.
+    /// The value under a key, for modification.
     pub fn get_mut<Q: Ord + ?Sized>(&mut self, key: &Q) -> Option<&mut V>
     where
         K: Borrow<Q> + Clone,
@@ -203,8 +203,7 @@ impl<K: Ord, V> Rows<K, V> {
         }
     }
 
-    /// Makes this map hold `desired` and nothing else. Rows that are equal stay the ones they are, with all that they
-    /// share with earlier copies.
+    /// Makes this map equal to `desired`. Equal rows are kept, including all sharing with earlier copies.
     pub fn replace(&mut self, desired: BTreeMap<K, V>)
     where
         V: PartialEq,
@@ -228,7 +227,7 @@ impl<K: Ord, V> Rows<K, V> {
         }
     }
 
-    /// The same rows as a map of the standard library.
+    /// The same rows as a standard map.
     #[must_use]
     pub fn to_map(&self) -> BTreeMap<K, V>
     where
@@ -260,7 +259,7 @@ impl<K, V> Node<K, V> {
     }
 }
 
-/// Makes the heights of both sides differ by one at most. The sides themselves are balanced, and differ by two at most.
+/// Rebalances a node. Its sides are balanced, and their heights differ by two at most.
 fn balance<K, V>(link: &mut Link<K, V>) {
     let Some(node) = link.as_mut().map(Arc::make_mut) else { return };
     let (left, right) = (height(&node.left), height(&node.right));
@@ -279,7 +278,7 @@ fn balance<K, V>(link: &mut Link<K, V>) {
     }
 }
 
-/// The left child takes the place of its parent.
+/// Rotation: the left child becomes the parent.
 fn rotate_right<K, V>(link: &mut Link<K, V>) {
     let Some(mut parent) = link.take() else { return };
     let node = Arc::make_mut(&mut parent);
@@ -295,7 +294,7 @@ fn rotate_right<K, V>(link: &mut Link<K, V>) {
     }
 }
 
-/// The right child takes the place of its parent.
+/// Rotation: the right child becomes the parent.
 fn rotate_left<K, V>(link: &mut Link<K, V>) {
     let Some(mut parent) = link.take() else { return };
     let node = Arc::make_mut(&mut parent);
@@ -368,13 +367,13 @@ fn build<K, V>(rows: &mut impl Iterator<Item = (K, V)>, len: usize) -> Link<K, V
     Some(Node::new(Arc::new(row), left, right))
 }
 
-/// What an iteration has still to visit.
+/// The nodes that an iteration has yet to visit.
 enum Part<'a, K, V> {
     Tree(&'a Arc<Node<K, V>>),
     Row(&'a Arc<(K, V)>),
 }
 
-/// Puts the parts of the tree on top in its place: its left side, its row, its right side.
+/// Expands the subtree on top of the stack: left side, row, right side.
 fn expand<K, V>(todo: &mut Vec<Part<'_, K, V>>) {
     if let Some(Part::Tree(node)) = todo.pop() {
         todo.extend(node.right.iter().map(Part::Tree));
@@ -385,7 +384,7 @@ fn expand<K, V>(todo: &mut Vec<Part<'_, K, V>>) {
 
 /// Rows by key.
 pub struct Iter<'a, K, V> {
-    /// What comes next is on top.
+    /// The next one is on top.
     todo: Vec<Part<'a, K, V>>,
 }
 
@@ -408,9 +407,9 @@ impl<'a, K, V> Iterator for Iter<'a, K, V> {
 pub struct Change<'a, K, V> {
     /// Its key.
     pub key: &'a K,
-    /// What it was; none when it was added.
+    /// Its value before; `None` if it was added.
     pub before: Option<&'a V>,
-    /// What it is; none when it was removed.
+    /// Its value now; `None` if it was removed.
     pub after: Option<&'a V>,
 }
 
@@ -431,7 +430,8 @@ impl<'a, K: Ord, V: PartialEq> Iterator for Changes<'a, K, V> {
                         self.before.pop();
                         self.after.pop();
                     } else if before.height >= after.height {
-                        // A subtree that both share has one height: the taller one may contain it, the other cannot.
+                        // A shared subtree has the same height in both: the taller one may contain it, the other
+                        // cannot.
                         expand(&mut self.before);
                     } else {
                         expand(&mut self.after);
@@ -538,7 +538,7 @@ impl<'de, K: Deserialize<'de> + Ord, V: Deserialize<'de>> Deserialize<'de> for R
     }
 }
 
-/// In tests alone: product code does not panic for want of a row.
+/// In tests only: product code does not panic because of an absent row.
 #[cfg(test)]
 impl<K: Ord + Borrow<Q>, V, Q: Ord + ?Sized> std::ops::Index<&Q> for Rows<K, V> {
     type Output = V;
@@ -575,7 +575,7 @@ mod tests {
         ]
     }
 
-    /// Ordered, balanced, and with true heights and lengths.
+    /// Ordered, balanced, and with correct heights and lengths.
     fn check<K: Ord, V>(link: &Link<K, V>) -> (u8, usize) {
         let Some(node) = link else { return (0, 0) };
         let ((left, before), (right, after)) = (check(&node.left), check(&node.right));
@@ -588,7 +588,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_behaves_as_a_map_and_tells_what_changed_between_any_two_copies(
+        fn it_behaves_as_a_map_and_finds_the_changes_between_any_two_copies(
             edits in proptest::collection::vec(edit(), 0..300),
             bounds in (any::<u8>(), any::<u8>()),
         ) {
@@ -647,7 +647,7 @@ mod tests {
         static COPIED: Cell<usize> = const { Cell::new(0) };
     }
 
-    /// Counts what is done with it.
+    /// Counts operations on it.
     #[derive(Debug, PartialEq, Eq)]
     struct Counted(u32);
 
@@ -695,7 +695,7 @@ mod tests {
         });
         assert!(compared < 200 && copied == 0, "{compared} comparisons, {copied} copies of keys");
 
-        // A whole list that differs in one row leaves the others shared.
+        // A complete list that differs in one row leaves the others shared.
         let mut again = after.clone();
         let mut list = after.to_map();
         list.insert(Counted(3), 0);

@@ -1,8 +1,8 @@
-//! Tables: what is remembered between observing and deciding.
+//! Tables: state between observation and decision.
 //!
 //! A table is a snapshot behind a `watch` channel: readers see the latest rows and never queue. Each table has one
 //! writer. Rows are ordered by key, so that plans made from them are deterministic, and shared between snapshots
-//! ([`Rows`]): a change of one row among n costs O(log n), and so does finding it by the snapshot before
+//! ([`Rows`]): a change of one row among n costs O(log n), and so does finding it by the previous snapshot
 //! ([`Rows::changes_from`]).
 
 pub mod findings;
@@ -20,26 +20,26 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::watch;
 
-/// How far a table of API objects has followed the server. Versions are compared as numbers, which etcd's are and which
-/// Kubernetes has promised since 1.35; one that is none counts as the oldest.
+/// Progress of a table of API objects. Versions are compared as numbers, which etcd's are and Kubernetes guarantees
+/// since 1.35; an invalid one counts as the oldest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Followed {
-    /// Whole lists so far.
+    /// Number of complete lists so far.
     lists: u64,
-    /// The rows tell everything up to this resource version.
+    /// The resource version up to which the rows are complete.
     version: u64,
 }
 
 impl Followed {
-    /// Whether the rows tell of a write that the server has answered with this resource version, and that began when the
-    /// table stood at `begun`. A list that came since tells what there is, even where it is older than the write: the
-    /// server was restored from a backup then.
+    /// Whether the rows reflect a write that the server answered with this resource version, and that started when the
+    /// table was at `begun`. A later list is authoritative even if it is older than the write: the server was restored
+    /// from a backup.
     #[must_use]
-    pub fn tells(self, version: Option<&str>, begun: Self) -> bool {
+    pub fn reflects(self, version: Option<&str>, begun: Self) -> bool {
         self.lists != begun.lists || self.version >= number(version)
     }
 
-    /// Whether no whole list came since the table stood at `then`.
+    /// Whether there was no complete list since `then`.
     #[must_use]
     pub fn is_same_list(self, then: Self) -> bool {
         self.lists == then.lists
@@ -53,12 +53,12 @@ fn number(version: Option<&str>) -> u64 {
 /// The rows of a table at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot<K: Ord, V> {
-    /// Grows by one at each change of rows or of `synced`.
+    /// Incremented with every change of rows or of `synced`.
     pub revision: u64,
-    /// False until the source of this table has been read whole once. Nothing is deleted on the word of a table
-    /// that has not synced.
+    /// False until the source of this table has been read completely once. Nothing is deleted because of a table that
+    /// is not synced.
     pub synced: bool,
-    /// Of a table of API objects.
+    /// For a table of API objects.
     pub followed: Followed,
     /// The rows.
     pub rows: Rows<K, V>,
@@ -71,13 +71,13 @@ impl<K: Ord, V> Default for Snapshot<K, V> {
 }
 
 impl<K: Ord, V> Snapshot<K, V> {
-    /// What follows on this one.
+    /// The next snapshot.
     fn next(&self, synced: bool, rows: Rows<K, V>) -> Self {
         Self { revision: self.revision + 1, synced, followed: self.followed, rows }
     }
 }
 
-/// The writing end of a table.
+/// The writer of a table.
 #[derive(Debug)]
 pub struct Table<K: Ord, V> {
     name: &'static str,
@@ -97,8 +97,8 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
         self.name
     }
 
-    /// Replaces the rows and marks the table synced. Rows that stay equal stay shared with the snapshot before. Readers
-    /// wake only when something changed. Returns whether it did.
+    /// Replaces the rows and marks the table synced. Equal rows remain shared with the previous snapshot. Readers only
+    /// wake if something changed. Returns whether it did.
     pub fn publish(&self, rows: BTreeMap<K, V>) -> bool {
         self.sender.send_if_modified(|current| {
             let mut next = current.rows.clone();
@@ -111,8 +111,8 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
         })
     }
 
-    /// Replaces the rows by a whole list of resource version `version`. Readers wake in any case: what they wrote a
-    /// moment ago may be what the list lacks.
+    /// Replaces the rows by a complete list of resource version `version`. Always wakes readers: the list may lack what
+    /// they wrote just before.
     pub fn publish_list(&self, rows: BTreeMap<K, V>, version: &str) {
         self.sender.send_modify(|current| {
             let followed = Followed { lists: current.followed.lists + 1, version: number(Some(version)) };
@@ -122,8 +122,7 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
         });
     }
 
-    /// Changes rows in place, by what the server tells up to resource version `version`. Readers wake only when rows
-    /// changed.
+    /// Changes rows in place, by an event of resource version `version`. Readers only wake if rows changed.
     pub fn follow(&self, version: Option<&str>, change: impl FnOnce(&mut Rows<K, V>)) {
         self.sender.send_if_modified(|current| {
             let changed = changed(current, change);
@@ -133,7 +132,7 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
         });
     }
 
-    /// Changes rows in place; snapshots that readers hold stay as they are. Returns whether anything changed.
+    /// Changes rows in place; snapshots of readers are not affected. Returns whether anything changed.
     pub fn modify(&self, change: impl FnOnce(&mut Rows<K, V>)) -> bool {
         self.sender.send_if_modified(|current| changed(current, change))
     }
@@ -149,21 +148,20 @@ impl<K: Ord + Clone, V: Clone + PartialEq> Table<K, V> {
         });
     }
 
-    /// A reading end.
+    /// A reader.
     #[must_use]
     pub fn reader(&self) -> Reader<K, V> {
         Reader { name: self.name, receiver: self.sender.subscribe() }
     }
 
-    /// The rows now.
+    /// The current rows.
     #[must_use]
     pub fn snapshot(&self) -> Arc<Snapshot<K, V>> {
         Arc::clone(&self.sender.borrow())
     }
 }
 
-/// Makes `current` what a change of its rows makes of it, if it makes a difference. Only what the change touched is
-/// compared.
+/// Applies a change to the rows of `current`, if it makes a difference. Only the changed rows are compared.
 fn changed<K: Ord + Clone, V: Clone + PartialEq>(
     current: &mut Arc<Snapshot<K, V>>,
     change: impl FnOnce(&mut Rows<K, V>),
@@ -177,7 +175,7 @@ fn changed<K: Ord + Clone, V: Clone + PartialEq>(
     true
 }
 
-/// A reading end of a table.
+/// A reader of a table.
 #[derive(Debug)]
 pub struct Reader<K: Ord, V> {
     name: &'static str,
@@ -197,19 +195,19 @@ impl<K: Ord, V> Reader<K, V> {
         self.name
     }
 
-    /// The rows now, marked as seen.
+    /// The current rows, marked as seen.
     pub fn snapshot(&mut self) -> Arc<Snapshot<K, V>> {
         Arc::clone(&self.receiver.borrow_and_update())
     }
 
-    /// The rows now, without marking them as seen.
+    /// The current rows, without marking them as seen.
     #[must_use]
     pub fn peek(&self) -> Arc<Snapshot<K, V>> {
         Arc::clone(&self.receiver.borrow())
     }
 
-    /// Waits for rows that were not seen yet. When the writer has gone nothing will change any more, and this
-    /// waits for ever: the supervisor ends the process when a writer ends.
+    /// Waits for rows that have not been seen yet. If the writer has been dropped this waits forever: the supervisor
+    /// terminates the process when a writer ends.
     pub async fn changed(&mut self) {
         if self.receiver.changed().await.is_err() {
             std::future::pending::<()>().await;

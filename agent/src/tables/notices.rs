@@ -1,6 +1,6 @@
-//! The table of what people should find with `kubectl describe`: it happened, and the next state no longer shows it.
+//! Notices for `kubectl describe`: events that the next state no longer shows.
 //!
-//! Whoever notices something publishes it and goes on. One writer makes Kubernetes events of the rows, in its own time.
+//! Publishing does not block. One writer creates Kubernetes events from the rows, at its own pace.
 
 use super::{Reader, Table};
 use crate::clock::Clock;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 macro_rules! reasons {
     ($($variant:ident $text:literal $warning:literal $action:literal $help:literal;)+) => {
-        /// Why there is a notice. `reason`, `type` and `action` of the event follow from it.
+        /// Why there is a notice. Determines `reason`, `type` and `action` of the event.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Reason {
             $(#[doc = $help] $variant,)+
@@ -25,19 +25,19 @@ macro_rules! reasons {
                 match self { $(Self::$variant => $text),+ }
             }
 
-            /// Whether somebody should look: the event's `type` is `Warning`, else `Normal`.
+            /// Whether the event's `type` is `Warning`, else `Normal`.
             #[must_use]
             pub fn is_warning(self) -> bool {
                 match self { $(Self::$variant => $warning),+ }
             }
 
-            /// The event's `action`: what was being done.
+            /// The event's `action`.
             #[must_use]
             pub fn action(self) -> &'static str {
                 match self { $(Self::$variant => $action),+ }
             }
 
-            /// When it is published, for people.
+            /// When it is published, human-readable.
             #[must_use]
             pub fn help(self) -> &'static str {
                 match self { $(Self::$variant => $help),+ }
@@ -50,31 +50,31 @@ reasons! {
     WaitingForPodCidr "WaitingForPodCIDR" true "AllocatePodCIDR"
         "The node has had no pod CIDR for 30 seconds";
     PodCidrReceived "PodCIDRReceived" false "AllocatePodCIDR"
-        "The node got its first pod CIDR";
+        "The node was assigned its first pod CIDR";
     PodCidrChanged "PodCIDRChanged" true "AllocatePodCIDR"
-        "The node's pod CIDR is another one than before";
+        "The node's pod CIDR changed";
     PodCidrBlocked "PodCIDRBlocked" true "AllocatePodCIDR"
-        "The node gives no new address: another node, or its own network, overlaps its pod CIDR";
+        "The node allocates no addresses: another node, or its own network, overlaps its pod CIDR";
     AddressesExhausted "AddressesExhausted" true "AddPod"
         "A pod got no address because none is free on the node";
     LeaseFinding "LeaseFinding" true "RestoreLeases"
         "The records of leases contradict each other or the node's network";
     StateFileSetAside "StateFileSetAside" true "RestoreLeases"
-        "A state file could not be read and was kept under another name";
+        "A state file could not be read and was renamed";
     PodCidrPoolExhausted "PodCIDRPoolExhausted" true "AllocatePodCIDR"
-        "The operator has no free block for the node";
+        "The pool has no free pod CIDR for the node";
     PodCidrRefused "PodCIDRRefused" true "ClaimPodCIDR"
-        "The operator refuses what the node lists: a duplicate, an overlap, no block, no CIDR";
+        "The operator refuses the node's list: a duplicate, an overlap, or an invalid or unaligned CIDR";
     PodCidrOutsidePool "PodCIDROutsidePool" true "ClaimPodCIDR"
-        "The node keeps a block that is none of the pool as it is configured now";
+        "The node keeps a pod CIDR that is not in the configured pool";
 }
 
-/// Something that happened, and how often.
+/// An event and the number of its repetitions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Notice {
-    /// For people.
+    /// Human-readable.
     pub note: String,
-    /// How often, since `first`.
+    /// Number of occurrences since `first`.
     pub count: u64,
     /// When this note was first published.
     pub first: Timestamp,
@@ -82,13 +82,13 @@ pub struct Notice {
     pub last: Timestamp,
 }
 
-/// Name of the node that it is about, and why.
+/// Name of the node, and the reason.
 pub type NoticeKey = (String, Reason);
 
-/// More rows than this are not kept: the one that is silent longest makes room.
+/// Maximum number of rows: beyond it the least recently published one is dropped.
 const ROWS: usize = 1000;
 
-/// The publishing end.
+/// The writer.
 #[derive(Debug, Clone)]
 pub struct Notices {
     table: Arc<Table<NoticeKey, Notice>>,
@@ -96,7 +96,7 @@ pub struct Notices {
 }
 
 impl Notices {
-    /// Nothing has happened yet.
+    /// No notices yet.
     #[must_use]
     pub fn new(clock: Clock) -> Self {
         let table = Table::new("notices");
@@ -104,8 +104,8 @@ impl Notices {
         Self { table: Arc::new(table), clock }
     }
 
-    /// Something happened to `node`. The same note again is counted; another note of that reason takes the row and is
-    /// logged.
+    /// Publishes a notice about `node`. Repetitions of the same note are counted; another note with that reason
+    /// replaces the row and is logged.
     pub fn publish(&self, node: &str, reason: Reason, note: impl Into<String>) {
         let (note, now) = (note.into(), self.clock.now());
         let mut news = true;
@@ -130,7 +130,7 @@ impl Notices {
         }
     }
 
-    /// A reading end.
+    /// A reader.
     #[must_use]
     pub fn reader(&self) -> Reader<NoticeKey, Notice> {
         self.table.reader()

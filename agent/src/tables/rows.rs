@@ -1,4 +1,4 @@
-//! The rows of the tables that are observed: API objects, links, addresses and routes in our own types.
+//! Rows of the observed tables: API objects, links, addresses and routes in our own types.
 
 use cistern_core::ipam::node::CiliumNodeIntent;
 use cistern_core::ipam::node::cluster_pool::Listed;
@@ -19,10 +19,10 @@ pub struct ObjectKey {
     pub name: String,
 }
 
-/// An address of a node with its type, as Node and CiliumNode list it.
+/// An address of a node with its type, as in Node and CiliumNode.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct NodeAddress {
-    /// `InternalIP`, `ExternalIP`, `CiliumInternalIP` or whatever else the object says.
+    /// `InternalIP`, `ExternalIP`, `CiliumInternalIP` or another value.
     pub kind: String,
     /// The address.
     pub ip: IpAddr,
@@ -35,26 +35,26 @@ pub struct NodeRow {
     pub uid: String,
     /// `status.addresses` that are IP addresses.
     pub addresses: Vec<NodeAddress>,
-    /// Our condition, and when it came into its state.
+    /// Our condition, and its transition time.
     pub condition: Option<(NodeCondition, Timestamp)>,
-    /// `spec.podCIDRs`, else `spec.podCIDR`; text, since whoever uses it reports what is no CIDR.
+    /// `spec.podCIDRs`, else `spec.podCIDR`; unparsed, since the reader reports invalid ones.
     pub pod_cidrs: Vec<String>,
-    /// Those `metadata.annotations` that name network addresses of the node.
+    /// `metadata.annotations` with network addresses of the node.
     pub annotations: BTreeMap<String, String>,
 }
 
-/// The condition that says whether the agent of a node serves pods.
+/// The condition that reports whether a node's agent serves pods.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct NodeCondition {
     /// `status` is `True`, else `False`.
     pub ready: bool,
-    /// A fixed word.
+    /// Machine-readable reason.
     pub reason: String,
-    /// For people.
+    /// Human-readable.
     pub message: String,
 }
 
-/// A CiliumNode. Fields that others may fill with anything stay text; whoever uses them parses them and reports.
+/// A CiliumNode. Fields with arbitrary content of others remain text, which readers parse and report.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct CiliumNodeRow {
     /// `metadata.uid`
@@ -71,20 +71,20 @@ pub struct CiliumNodeRow {
     pub addresses: Vec<NodeAddress>,
     /// `spec.ipam.podCIDRs`
     pub pod_cidrs: Vec<String>,
-    /// The block that the node's agent listed by itself (annotation `cistern.io/claimed-pod-cidr`).
+    /// The pod CIDR that the node's agent listed itself (annotation `cistern.io/claimed-pod-cidr`).
     pub claim: Option<Ipv4Net>,
-    /// Why the object cannot be read as it is now; then the fields are those of before, if there was a before.
+    /// Why the object is invalid; then the fields are its previous ones, if any.
     pub unreadable: Option<String>,
     /// `status.ipam.operator-status.error`, absent when empty.
     pub operator_error: Option<String>,
     /// The operator's verdict on `pod_cidrs`.
     #[serde(skip)]
     pub standing: Standing,
-    /// The annotation that holds the operator's verdict, as written.
+    /// The annotation with the operator's verdict, unparsed.
     pub verdict_annotation: Option<String>,
-    /// The request to take everything of ours off the node, if there ever was one.
+    /// The last request to uninstall Cistern from the node, if any.
     pub uninstall: Option<String>,
-    /// What the node's agent answered to such a request last.
+    /// The agent's last answer to such a request.
     pub uninstalled: Option<String>,
 }
 
@@ -110,38 +110,38 @@ impl CiliumNodeRow {
 /// A network device of the node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LinkRow {
-    /// Its name now.
+    /// Its current name.
     pub name: String,
     /// `IFF_UP`
     pub up: bool,
     /// `IFF_LOOPBACK`
     pub loopback: bool,
-    /// Kind as `ip -d link` prints it: `veth`, `bridge`, `bond`; empty for hardware.
+    /// Kind as printed by `ip -d link`: `veth`, `bridge`, `bond`; empty for hardware.
     pub kind: String,
     /// Index of the bridge or bond that owns it.
     pub master: Option<u32>,
     /// In bytes.
     pub mtu: u32,
-    /// Hardware address; empty where there is none.
+    /// Hardware address; empty if there is none.
     pub mac: Vec<u8>,
-    /// Addresses in the order of the kernel: primary before secondary.
+    /// Addresses in the kernel's order: primary before secondary.
     pub addresses: Vec<IpNet>,
 }
 
 /// A route of the main table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct RouteRow {
-    /// Where to.
+    /// The destination.
     pub destination: Ipv4Net,
-    /// Device; none for an unreachable route.
+    /// Device; `None` for an unreachable route.
     pub ifindex: Option<u32>,
     /// Next hop.
     pub gateway: Option<Ipv4Addr>,
-    /// Source address that the route prefers.
+    /// Preferred source address.
     pub source: Option<Ipv4Addr>,
 }
 
-/// What the node's network looks like: devices by index, and the unicast routes of the main table.
+/// The node's network: devices by index, and the unicast routes of the main table.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct NetworkRow {
     /// Devices by index.
@@ -151,9 +151,9 @@ pub struct NetworkRow {
 }
 
 impl NetworkRow {
-    /// Networks of the node itself that one of these ranges overlaps. An address of its own (/32) is no network. The loopback
-    /// device holds the router address; another device that has it too is the bridge of a plugin that gets its addresses
-    /// from us, and its network is the pod CIDR.
+    /// The node's own networks that overlap one of these ranges. A /32 is not a network. The loopback device has the
+    /// router address; if another device has it, too, that is a bridge of a plugin that uses us for IPAM, and its
+    /// network is the pod CIDR.
     #[must_use]
     pub fn overlaps(&self, ranges: &[IpNet]) -> Vec<Overlap> {
         let (loopback, others): (Vec<_>, Vec<_>) = self.links.values().partition(|link| link.loopback);
@@ -174,27 +174,27 @@ impl NetworkRow {
 /// Something that the process waits for (`architecture` decision 11).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Wait {
-    /// What is waited for, and who must provide it.
+    /// What is missing, and who must provide it.
     pub reason: String,
-    /// Since when.
+    /// Start of the wait.
     pub since: Timestamp,
-    /// When it is tried again by itself; absent when an event is awaited.
+    /// Next retry; absent if it waits for an event.
     pub next_try: Option<Timestamp>,
 }
 
-/// A node of the cluster with all that routing and masquerading need of it. Kept on disk, so that a restart while the
-/// API is down serves from it.
+/// A node of the cluster, as needed for routing and masquerading. Persisted, so that a restarted agent works while the
+/// API server is down.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, serde::Deserialize)]
 pub struct PeerRow {
     /// `InternalIP` addresses, in the object's order.
     pub internal_ips: Vec<Ipv4Addr>,
-    /// The router address the node says it has (`CiliumInternalIP`).
+    /// The router address of the node (`CiliumInternalIP`).
     pub router: Option<Ipv4Addr>,
-    /// Pod CIDRs that could be read; host bits are cut.
+    /// Valid pod CIDRs, without host bits.
     pub pod_cidrs: Vec<Ipv4Net>,
 }
 
-/// What this node's pods get addresses from.
+/// The pod CIDR that this node serves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PoolRow {
     /// The pod CIDR.
@@ -215,7 +215,7 @@ impl PoolRow {
     }
 }
 
-/// What this agent wants its CiliumNode to say. It writes nothing else there.
+/// Desired content of this agent's CiliumNode. It writes nothing else there.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct OwnCiliumNode {
     /// `spec.addresses`
@@ -226,72 +226,72 @@ pub struct OwnCiliumNode {
     pub intent: Option<CiliumNodeIntent>,
 }
 
-/// A route that this agent wants in the main table.
+/// A route that this agent installs in the main table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum RouteTarget {
-    /// By the other node's address, on the device that reaches it directly.
+    /// Via the other node's address, on the directly connected device.
     Via {
         /// Address of the other node.
         gateway: Ipv4Addr,
         /// Device.
         ifindex: u32,
     },
-    /// Addresses of the own pod CIDR that no pod holds: answered at once instead of sent to the default route.
+    /// Unallocated addresses of the own pod CIDR: rejected instead of forwarded to the default route.
     Unreachable,
 }
 
-/// What the operator wants a CiliumNode to say.
+/// Content of a CiliumNode as desired by the operator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct CiliumNodeIpam {
-    /// The object this is meant for; one of the same name that was made since is another one.
+    /// UID of the object; one that was recreated since is another one.
     pub uid: String,
-    /// `metadata.resourceVersion` of the object that this was planned from. Once the object has changed, this is no longer
-    /// meant: what somebody else wrote there must be planned with before it is written over.
+    /// `metadata.resourceVersion` of the object that the plan was made from. If the object has changed, the plan is
+    /// void: it must not overwrite changes that it does not know.
     pub planned_from: String,
     /// `spec.ipam.podCIDRs`
     pub pod_cidrs: Vec<String>,
-    /// What the node's agent listed by itself; none takes the annotation away, since it is the node's block by now.
+    /// The agent's claim; `None` removes the annotation, because the pod CIDR is assigned to the node now.
     pub claim: Option<Ipv4Net>,
-    /// `status.ipam.operator-status.error`; none clears it.
+    /// `status.ipam.operator-status.error`; `None` clears it.
     pub error: Option<String>,
-    /// The annotation that holds the verdict behind `error`; none removes it.
+    /// The annotation with the verdict of `error`; `None` removes it.
     pub verdict_annotation: Option<String>,
-    /// The object shows a refusal that is withdrawn: its text goes before its annotation.
+    /// The object has a refusal that is withdrawn: its text is removed before its annotation.
     pub withdraws_refusal: bool,
 }
 
-/// An egress device and why it was chosen.
+/// A selected egress device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ChosenDevice {
     /// Name.
     pub name: String,
-    /// Address that pods leave under.
+    /// The masquerade address.
     pub address: Option<Ipv4Addr>,
-    /// Why this device.
+    /// The reason for the selection.
     pub reason: String,
 }
 
-/// How pod traffic that leaves the cluster is treated, for people.
+/// State of masquerading, for display.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct MasqueradeRow {
     /// By index.
     pub devices: BTreeMap<u32, ChosenDevice>,
-    /// Why this node cannot masquerade; none when it can.
+    /// Why this node cannot masquerade; `None` if it can.
     pub not_ready: Option<String>,
-    /// Where the ip-masq-agent list comes from.
+    /// Source of the ip-masq-agent list.
     pub ip_masq_source: String,
-    /// Warnings and the error of the last reading of the file.
+    /// Warnings and the error of the file's last version.
     pub problems: Vec<String>,
 }
 
-/// What a file holds that somebody else writes.
+/// Content of a file that another program writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FileContent {
-    /// There is no such file.
+    /// The file does not exist.
     Absent,
     /// The bytes of the file.
     Bytes(Vec<u8>),
-    /// The file is there and cannot be read.
+    /// The file exists and cannot be read.
     Unreadable(String),
 }
 

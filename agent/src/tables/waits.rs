@@ -1,4 +1,4 @@
-//! The table of everything that this process waits for.
+//! Everything that this process waits for.
 
 use super::rows::Wait;
 use super::{Reader, Table};
@@ -6,7 +6,7 @@ use crate::clock::Clock;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Where each waiting part says what it waits for, under a name of its own.
+/// The waits of all components, each with a unique name.
 #[derive(Debug, Clone)]
 pub struct Waits {
     table: Arc<Table<String, Wait>>,
@@ -14,7 +14,7 @@ pub struct Waits {
 }
 
 impl Waits {
-    /// Nothing is waited for yet.
+    /// No waits yet.
     #[must_use]
     pub fn new(clock: Clock) -> Self {
         let table = Table::new("waits");
@@ -22,8 +22,8 @@ impl Waits {
         Self { table: Arc::new(table), clock }
     }
 
-    /// `name` waits because of `reason` and tries again after `retry`. The start of a wait that is already known
-    /// stays; its reason and next try are replaced. A new reason is logged once.
+    /// `name` waits because of `reason` and retries after `retry`. The start of an existing wait is kept; its reason
+    /// and next retry are replaced. A new reason is logged once.
     pub fn begin(&self, name: &str, reason: impl Into<String>, retry: Option<Duration>) {
         let now = self.clock.now();
         let reason = reason.into();
@@ -56,7 +56,7 @@ impl Waits {
         }
     }
 
-    /// A reading end.
+    /// A reader.
     #[must_use]
     pub fn reader(&self) -> Reader<String, Wait> {
         self.table.reader()

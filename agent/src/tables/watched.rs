@@ -1,9 +1,9 @@
-//! A reading end that concurrent operations share.
+//! A reader shared by concurrent operations.
 
 use super::{Reader, Snapshot};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A [`Reader`] whose mark of what has been seen is shared: several operations of one target read it at the same time.
+/// A [`Reader`] whose mark of seen rows is shared: several operations of one target read it concurrently.
 #[derive(Debug)]
 pub struct Watched<K: Ord, V>(Mutex<Reader<K, V>>);
 
@@ -15,7 +15,7 @@ impl<K: Ord, V> From<Reader<K, V>> for Watched<K, V> {
 
 impl<K: Ord, V> Watched<K, V> {
     fn lock(&self) -> MutexGuard<'_, Reader<K, V>> {
-        // A reader has no state that a panic could leave half changed.
+        // A panic cannot leave a reader in an inconsistent state.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -29,7 +29,7 @@ impl<K: Ord, V> Watched<K, V> {
         self.lock().peek()
     }
 
-    /// Waits for rows that were not seen yet, and marks them as seen. See [`Reader::changed`].
+    /// Waits for rows that have not been seen yet, and marks them as seen. See [`Reader::changed`].
     pub async fn changed(&self) {
         let mut reader = self.lock().clone();
         reader.changed().await;
@@ -44,7 +44,7 @@ impl<K: Ord, V> Watched<K, V> {
     {
         let mut reader = self.lock().clone();
         reader.synced().await;
-        // At least as new as what has just been waited for.
+        // At least as new as the awaited rows.
         self.lock().snapshot()
     }
 }

@@ -10,42 +10,42 @@
 //! | confirmed | gone | there | finding: a process may still live in the namespace |
 //! | confirmed | there | gone | finding: the pod is cut off, and its runtime must make it anew |
 //! | confirmed | not to be seen | gone | finding: nothing is concluded from a directory that is not visible |
-//! | none | | there, with a route | finding: a pod that no record names; its address is given to nobody |
+//! | none | | there, with a route | finding: a pod without a record; its address is not allocated |
 //! | none | | there, without route | the device is removed when no namespace that exists is connected by it: what an ADD left that was killed |
 //!
 //! A lease that no pod has ends within [`EVERY`] + [`GRACE`] + [`EVERY`] of its pod's end.
 
 use super::later;
-use super::lease::{Attachment, Behind, LeaseState, PodLease};
+use super::lease::{Attachment, LeaseState, PodAttachment, PodLease};
 use jiff::Timestamp;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-/// Between two looks.
+/// Interval of audits.
 pub const EVERY: Duration = Duration::from_secs(60);
 
-/// What is acted on was so for this long.
+/// Actions require the same result for this long.
 pub const GRACE: Duration = Duration::from_secs(300);
 
-/// What is known of a network namespace's path.
+/// State of a network namespace's path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Namespace {
-    /// It is there.
+    /// It exists.
     There,
-    /// Its directory is there and it is not.
+    /// Its directory exists, but it does not.
     Gone,
-    /// Its directory is not to be seen from here, so nothing follows.
+    /// Its directory is not visible to the agent, so nothing is known.
     Unseen,
 }
 
-/// Whether a device is named as the host side of a pod's pair: `cst` and 11 hex digits (`architecture` section 8).
+/// Whether a device has the name of a host side: `cst` and 11 hex digits (`architecture` section 8).
 #[must_use]
 pub fn is_host_side(name: &str) -> bool {
     name.strip_prefix("cst").is_some_and(|hash| hash.len() == 11 && hash.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
-/// The host side of a pod's pair.
+/// The host side of a pod's veth pair.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostLink {
     /// Its index.
@@ -54,22 +54,22 @@ pub struct HostLink {
     pub address: Option<Ipv4Addr>,
 }
 
-/// What there is to see.
+/// The observed state.
 pub struct Seen<'a> {
-    /// Host sides of pods' pairs, by name.
+    /// Host sides of pods' veth pairs, by name.
     pub links: &'a BTreeMap<String, HostLink>,
     /// State of the namespace at a path.
     pub namespace: &'a dyn Fn(&str) -> Namespace,
-    /// Name of the host side that the pair of an attachment has.
+    /// Name of the host side of an attachment's pair.
     pub host_side: &'a dyn Fn(&Attachment) -> String,
 }
 
-/// Something that whoever operates the node should know.
+/// A finding for the administrator.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum Finding {
-    /// No pod has this lease any more.
+    /// The lease's pod no longer exists.
     #[error(
-        "{attachment} holds an address, but its namespace {netns} and its device {link} are gone: no DEL came; the lease ends by itself when that stays so"
+        "{attachment} has an address, but its namespace {netns} and its device {link} no longer exist and no DEL arrived; the lease will be released unless they reappear"
     )]
     Lost {
         /// The lease's.
@@ -81,9 +81,9 @@ pub enum Finding {
         /// The host's device.
         link: String,
     },
-    /// The namespace's path is gone, the device is not.
+    /// The namespace's path no longer exists, but the device does.
     #[error(
-        "{attachment}: the path {netns} of its namespace is gone, but its device {link} is there, so its pod may live; the lease stays until DEL"
+        "{attachment}: the path {netns} of its namespace no longer exists, but its device {link} does, so its pod may be running; the lease is kept until DEL"
     )]
     NoNamespace {
         /// The lease's.
@@ -93,9 +93,9 @@ pub enum Finding {
         /// The host's device.
         link: String,
     },
-    /// The pod has no way out.
+    /// The pod is disconnected.
     #[error(
-        "{attachment}: its device {link} is gone, but its namespace {netns} is there: the pod is cut off; delete the pod, so that it is made anew"
+        "{attachment}: its device {link} no longer exists, but its namespace {netns} does: the pod is disconnected; delete the pod so that it is recreated"
     )]
     NoDevice {
         /// The lease's.
@@ -105,9 +105,9 @@ pub enum Finding {
         /// The host's device.
         link: String,
     },
-    /// Whether the namespace lives cannot be told.
+    /// The state of the namespace is unknown.
     #[error(
-        "{attachment}: its device {link} is gone, and the directory of its namespace {netns} is not visible to this agent (mount the host's /run into it): nothing is concluded, the lease stays until DEL"
+        "{attachment}: its device {link} no longer exists, and the directory of its namespace {netns} is not visible to this agent (mount the host's /run into it); the lease is kept until DEL"
     )]
     Unseen {
         /// The lease's.
@@ -117,19 +117,19 @@ pub enum Finding {
         /// The host's device.
         link: String,
     },
-    /// A pod that no record names.
+    /// An unrecorded pod.
     #[error(
-        "{link} leads to {address}, but no record names its pod (was one set aside?): the pod goes on, its address is given to nobody else until the device goes"
+        "{link} has a route for {address}, but no record of its pod (was one set aside?): the pod continues, and its address is not allocated while the device exists"
     )]
     Unrecorded {
         /// The host's device.
         link: String,
-        /// The address that is routed to it.
+        /// The address routed to it.
         address: Ipv4Addr,
     },
-    /// A device that leads nowhere.
+    /// A device without lease and route.
     #[error(
-        "{link} has neither a lease nor a route: what an ADD left that was killed; it is removed when that stays so and its other side is in no namespace that exists"
+        "{link} has neither a lease nor a route: left behind by an ADD that was killed; it will be deleted and its other side is in no namespace that exists"
     )]
     LeftOver {
         /// The host's device.
@@ -138,7 +138,7 @@ pub enum Finding {
 }
 
 impl Finding {
-    /// A fixed word for programs.
+    /// A machine-readable reason.
     #[must_use]
     pub fn reason(&self) -> &'static str {
         match self {
@@ -151,7 +151,7 @@ impl Finding {
         }
     }
 
-    /// What it is about: an attachment or a device.
+    /// The subject: an attachment or a device.
     #[must_use]
     pub fn subject(&self) -> String {
         match self {
@@ -164,25 +164,25 @@ impl Finding {
     }
 }
 
-/// What a look came to.
+/// The result of an audit.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Audited {
-    /// What at least two looks in a row found.
+    /// Findings of at least two consecutive audits.
     pub findings: Vec<Finding>,
-    /// Leases to end, with their generations.
+    /// Leases to release, with their generations.
     pub lost: Vec<(Attachment, u64)>,
-    /// Devices to remove.
+    /// Devices to delete.
     pub left_over: Vec<String>,
 }
 
-/// Remembers what earlier looks found. Begins anew with the process: to act late hurts nobody.
+/// The history of audits. It is not persistent: acting later is harmless.
 #[derive(Debug, Clone, Default)]
 pub struct Audit {
     since: BTreeMap<Finding, Timestamp>,
 }
 
 impl Audit {
-    /// Looks once.
+    /// Runs one audit.
     pub fn look<'a>(&mut self, leases: impl Iterator<Item = &'a PodLease>, seen: &Seen<'_>, now: Timestamp) -> Audited {
         let found = compare(leases, seen);
         self.since.retain(|finding, _| found.contains(finding));
@@ -212,10 +212,10 @@ fn compare<'a>(leases: impl Iterator<Item = &'a PodLease>, seen: &Seen<'_>) -> B
     let mut leased = BTreeSet::new();
     for lease in leases {
         let link = match &lease.state {
-            LeaseState::Confirmed { interface: Behind::Pair(pair), .. } => pair.host_ifname.clone(),
-            // Not known by name, so it is not known to be gone: the lease stays until DEL or GC.
-            LeaseState::Confirmed { interface: Behind::Plugin { .. }, .. } => continue,
-            // Its ADD may be under way; without it, it ends by itself.
+            LeaseState::Confirmed { interface: PodAttachment::Pair(pair), .. } => pair.host_ifname.clone(),
+            // The device's name is unknown, so the lease is kept until DEL or GC.
+            LeaseState::Confirmed { interface: PodAttachment::Plugin { .. }, .. } => continue,
+            // Its ADD may be running; otherwise it expires.
             LeaseState::Provisional { .. } => {
                 leased.insert((seen.host_side)(&lease.attachment));
                 continue;
@@ -224,7 +224,7 @@ fn compare<'a>(leases: impl Iterator<Item = &'a PodLease>, seen: &Seen<'_>) -> B
         let (attachment, netns) = (lease.attachment.clone(), lease.netns.clone());
         match ((seen.namespace)(&netns), seen.links.contains_key(&link)) {
             (Namespace::There | Namespace::Unseen, true) => {}
-            // Only our own devices are looked for; one that somebody else made is not known to be gone.
+            // Only our own devices are examined.
             (_, false) if !is_host_side(&link) => {}
             (Namespace::Gone, true) => {
                 found.insert(Finding::NoNamespace { attachment, netns, link: link.clone() });
@@ -265,7 +265,8 @@ mod tests {
     }
 
     fn lease(confirmed: bool) -> PodLease {
-        let interface = Behind::Pair(Interface { host_ifname: LINK.to_owned(), host_ifindex: 7, mac: String::new() });
+        let interface =
+            PodAttachment::Pair(Interface { host_ifname: LINK.to_owned(), host_ifindex: 7, mac: String::new() });
         PodLease {
             attachment: Attachment { container_id: "c".to_owned(), ifname: "eth0".to_owned() },
             network: None,
@@ -284,7 +285,7 @@ mod tests {
         }
     }
 
-    /// One world that does not change, looked at every minute.
+    /// A constant state, audited every minute.
     fn looks(lease: Option<&PodLease>, namespace: Namespace, links: &[(&str, bool)], count: i64) -> Vec<Audited> {
         let address = |routed: &bool| routed.then_some(Ipv4Addr::new(10, 0, 0, 5));
         let link =
@@ -322,11 +323,11 @@ mod tests {
         let all = looks(Some(&lease(false)), Namespace::Gone, &[], 20);
         assert_eq!(all[19], Audited::default(), "an unfinished one ends by its own time");
         let mut foreign = confirmed;
-        if let LeaseState::Confirmed { interface: Behind::Pair(pair), .. } = &mut foreign.state {
+        if let LeaseState::Confirmed { interface: PodAttachment::Pair(pair), .. } = &mut foreign.state {
             pair.host_ifname = "veth7".to_owned();
         }
         assert_eq!(looks(Some(&foreign), Namespace::Gone, &[], 20)[19], Audited::default(), "not our device");
-        let interface = Behind::Plugin { plugin: "bridge".to_owned(), routed: true };
+        let interface = PodAttachment::Plugin { plugin: "bridge".to_owned(), routed: true };
         foreign.state = LeaseState::Confirmed { since: at(0), interface };
         assert_eq!(looks(Some(&foreign), Namespace::Gone, &[], 20)[19], Audited::default(), "another plugin's");
     }
@@ -338,7 +339,7 @@ mod tests {
             (BTreeMap::new(), BTreeMap::from([(LINK.to_owned(), HostLink { ifindex: 7, address: None })]));
         let mut audit = Audit::default();
         for minute in 0..30 {
-            // Once in five minutes the device is seen.
+            // The device exists once in five minutes.
             let links = if minute % 5 == 0 { &there } else { &none };
             let seen = Seen { links, namespace: &|_| Namespace::Gone, host_side: &|_| String::new() };
             assert!(audit.look([&lease].into_iter(), &seen, at(60 * minute)).lost.is_empty(), "{minute}");
@@ -351,7 +352,7 @@ mod tests {
         assert_eq!(reasons(&all[6]), ["pod-without-lease", "device-without-pod"]);
         assert_eq!(all[4].left_over, [""; 0]);
         assert_eq!(all[6].left_over, [OTHER]);
-        // The device of an ADD that is under way has a lease, by its name.
+        // The device of a running ADD has a lease, by its name.
         assert_eq!(looks(Some(&lease(false)), Namespace::There, &[(LINK, false)], 20)[19], Audited::default());
     }
 

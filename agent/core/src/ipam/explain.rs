@@ -1,6 +1,6 @@
-//! Why an address is as it is, and what is known of a node: `cistern explain ip` and `cistern explain node`.
+//! Explanations for `cistern explain ip` and `cistern explain node`.
 //!
-//! Nothing here decides anything. It puts into words what the leases and the list of nodes say.
+//! Nothing is decided here; leases and nodes are described in human-readable form.
 
 use super::lease::{Row, RowState};
 use crate::ip::{net_bounds, overlaps};
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::IpAddr;
 
-/// A node as its CiliumNode shows it.
+/// A node, as described by its CiliumNode.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct NodeFacts {
     /// Its name.
@@ -19,9 +19,9 @@ pub struct NodeFacts {
     pub addresses: Vec<IpAddr>,
     /// The router address that it published.
     pub router: Option<IpAddr>,
-    /// `spec.ipam.podCIDRs`, those that can be read, without host bits.
+    /// `spec.ipam.podCIDRs` without invalid elements and host bits.
     pub blocks: Vec<IpNet>,
-    /// Elements of `spec.ipam.podCIDRs` that cannot be read.
+    /// Invalid elements of `spec.ipam.podCIDRs`.
     pub unreadable: Vec<String>,
     /// `status.ipam.operator-status.error`
     pub operator_error: Option<String>,
@@ -29,46 +29,46 @@ pub struct NodeFacts {
     pub deleting: bool,
 }
 
-/// What is known.
+/// The input of explanations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts<'a> {
     /// Name of this node.
     pub node: &'a str,
-    /// The block that this node's pods get addresses from.
+    /// The pod CIDR of this node.
     pub block: Option<IpNet>,
-    /// Why no new address is given from it.
+    /// Why allocation from it is suspended.
     pub blocked: Option<&'a str>,
     /// The addresses of this node that are not free.
     pub rows: &'a [Row],
-    /// Every known node, this one included.
+    /// All known nodes, including this one.
     pub nodes: &'a [NodeFacts],
 }
 
-/// What an address is.
+/// State of an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AddressState {
     /// In use by a pod of this node.
     Confirmed,
-    /// Given to a pod of this node whose interface is not confirmed yet.
+    /// Allocated to a pod of this node whose interface is not confirmed yet.
     Provisional,
-    /// Given through the API by owner text.
+    /// Allocated through the API to an owner string.
     Owner,
-    /// Given back; rests before it is given again.
+    /// Released and quarantined.
     Quarantined,
-    /// Kept for the router or for an address of this node.
+    /// Reserved for the router or an address of this node.
     Reserved,
-    /// The first address of the block, which no pod can have.
+    /// The network address of the pod CIDR, which is not allocated to pods.
     Network,
-    /// The last address of the block, which no pod can have.
+    /// The broadcast address of the pod CIDR, which is not allocated to pods.
     Broadcast,
-    /// Of this node's block, and free.
+    /// In this node's pod CIDR, and free.
     Free,
-    /// In the block of another node, whose agent knows more.
+    /// In the pod CIDR of another node, whose agent knows more.
     OtherNode,
     /// An address of a node itself.
     Node,
-    /// In no block of a known node.
+    /// In no pod CIDR of a known node.
     Unknown,
 }
 
@@ -102,30 +102,30 @@ impl From<RowState> for AddressState {
     }
 }
 
-/// An address explained.
+/// Explanation of an address.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AddressExplanation {
     /// The address.
     pub address: IpAddr,
-    /// What it is.
+    /// Its state.
     pub state: AddressState,
-    /// The node that answers for it, where one is known.
+    /// The node responsible for it, if known.
     pub node: Option<String>,
-    /// The block that it lies in, where one is known.
+    /// The pod CIDR that contains it, if known.
     pub block: Option<IpNet>,
-    /// `namespace/name` of the pod that holds it.
+    /// `namespace/name` of its pod.
     pub pod: Option<String>,
-    /// Attachment (`container/interface`), owner text, or what it is kept for; of a resting address, who had it last.
+    /// Attachment (`container/interface`), owner string, or reserved use; for a quarantined address, the former owner.
     pub holder: Option<String>,
-    /// Since when it is so.
+    /// Start of this state.
     pub since: Option<Timestamp>,
-    /// When this ends by itself.
+    /// End of this state, if it expires.
     pub until: Option<Timestamp>,
-    /// All of it in words.
+    /// Human-readable explanation.
     pub why: String,
 }
 
-/// Says what is known of an address.
+/// Explains an address.
 #[must_use]
 pub fn address(facts: &Facts<'_>, address: IpAddr) -> AddressExplanation {
     let node = Some(facts.node.to_owned());
@@ -143,11 +143,11 @@ pub fn address(facts: &Facts<'_>, address: IpAddr) -> AddressExplanation {
     };
     if let Some(row) = facts.rows.iter().find(|row| row.address == address) {
         let why = match (block, facts.block) {
-            // What is kept for the node itself may lie anywhere.
+            // Reserved addresses may be outside the pod CIDR.
             (Some(_), _) | (None, None) => why_held(row),
             (None, Some(_)) if row.state == RowState::Reserved => why_held(row),
             (None, Some(now)) => {
-                format!("{}; it is of an earlier block, and new addresses come from {now}", why_held(row))
+                format!("{}; it is in an earlier pod CIDR, and new addresses are allocated from {now}", why_held(row))
             }
         };
         return AddressExplanation {
@@ -163,16 +163,21 @@ pub fn address(facts: &Facts<'_>, address: IpAddr) -> AddressExplanation {
         let bits = crate::ip::address_bits(address);
         let at_the_end = last - first > 1 && (bits == first || bits == last);
         let (state, why) = if at_the_end && bits == first {
-            (AddressState::Network, format!("the first address of {block} is its network address, which no pod gets"))
+            (
+                AddressState::Network,
+                format!("the first address of {block} is its network address, which is not allocated to pods"),
+            )
         } else if at_the_end {
             (
                 AddressState::Broadcast,
-                format!("the last address of {block} is its broadcast address, which no pod gets"),
+                format!("the last address of {block} is its broadcast address, which is not allocated to pods"),
             )
         } else {
             match facts.blocked {
-                Some(reason) => (AddressState::Free, format!("nobody holds it, but nothing new is given: {reason}")),
-                None => (AddressState::Free, format!("nobody holds it; the next pod of {} may get it", facts.node)),
+                Some(reason) => {
+                    (AddressState::Free, format!("it is not allocated, but allocation is suspended: {reason}"))
+                }
+                None => (AddressState::Free, format!("it is not allocated; it is available to pods of {}", facts.node)),
             }
         };
         return explained(state, node, Some(block), why);
@@ -199,7 +204,7 @@ pub fn address(facts: &Facts<'_>, address: IpAddr) -> AddressExplanation {
             AddressState::Unknown,
             None,
             None,
-            "it lies in no block of a known node; the block of a node that was deleted a short while ago rests in the \
+            "it is in no pod CIDR of a known node; the pod CIDRs of recently deleted nodes are quarantined in the \
              ConfigMap cistern-ipam"
                 .to_owned(),
         ),
@@ -207,7 +212,7 @@ pub fn address(facts: &Facts<'_>, address: IpAddr) -> AddressExplanation {
             AddressState::OtherNode,
             Some((*name).to_owned()),
             Some(*block),
-            format!("it lies in the block {block} of {name}; `cistern explain ip {address}` there says who holds it"),
+            format!("it is in the pod CIDR {block} of {name}; `cistern explain ip {address}` there shows its owner"),
         ),
         [(name, block), ..] => {
             let names: Vec<String> = holders.iter().map(|(name, block)| format!("{name} ({block})")).collect();
@@ -215,7 +220,10 @@ pub fn address(facts: &Facts<'_>, address: IpAddr) -> AddressExplanation {
                 AddressState::OtherNode,
                 Some((*name).to_owned()),
                 Some(*block),
-                format!("several nodes list a block with it, and only one can be right: {}", names.join(", ")),
+                format!(
+                    "several nodes list a pod CIDR with it, of which only one can be correct: {}",
+                    names.join(", ")
+                ),
             )
         }
     }
@@ -226,29 +234,31 @@ fn why_held(row: &Row) -> String {
     match row.state {
         RowState::Confirmed => format!("pod {holder} has it: {}", row.why),
         RowState::Provisional => {
-            format!("given to pod {holder}, whose interface is not confirmed yet; without that it goes back by itself")
+            format!(
+                "allocated to pod {holder}, whose interface is not confirmed yet; without a confirmation the lease expires"
+            )
         }
-        RowState::Owner => format!("given through the API to {holder}"),
-        RowState::Quarantined => format!("{holder} gave it back; it rests before another pod may get it"),
-        RowState::Reserved => format!("kept for {holder}: no pod gets it"),
+        RowState::Owner => format!("allocated through the API to {holder}"),
+        RowState::Quarantined => format!("released by {holder}; it is quarantined before it is reallocated"),
+        RowState::Reserved => format!("reserved for {holder}; not allocated to pods"),
     }
 }
 
-/// What a node is, as far as its blocks go.
+/// State of a node's pod CIDRs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NodeState {
-    /// It has a block, and nothing speaks against it.
+    /// It has a pod CIDR without a problem.
     HasBlock,
-    /// It has no block yet.
+    /// It has no pod CIDR yet.
     WaitsForBlock,
-    /// Another node lists an overlapping block.
+    /// Another node lists an overlapping pod CIDR.
     Overlaps,
-    /// The operator has an error for it, or its list cannot be read.
+    /// The operator reports an error for it, or its list is invalid.
     Refused,
     /// Its object is being deleted.
     Deleting,
-    /// No CiliumNode has its name.
+    /// There is no CiliumNode of this name.
     Unknown,
 }
 
@@ -265,12 +275,12 @@ impl fmt::Display for NodeState {
     }
 }
 
-/// A node explained.
+/// Explanation of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeExplanation {
     /// Its name.
     pub node: String,
-    /// What it is.
+    /// Its state.
     pub state: NodeState,
     /// `spec.ipam.podCIDRs` of its CiliumNode.
     pub blocks: Vec<IpNet>,
@@ -278,7 +288,7 @@ pub struct NodeExplanation {
     pub overlaps: Vec<BlockOverlap>,
     /// `status.ipam.operator-status.error` of its CiliumNode.
     pub operator_error: Option<String>,
-    /// All of it in words.
+    /// Human-readable explanation.
     pub why: String,
 }
 
@@ -304,7 +314,7 @@ pub fn node(nodes: &[NodeFacts], name: &str) -> NodeExplanation {
             overlaps: Vec::new(),
             operator_error: None,
             why: format!(
-                "no CiliumNode is named {name}; the agent of a node makes it when it first reaches the API server"
+                "no CiliumNode is named {name}; the node's agent creates it when it first reaches the API server"
             ),
         };
     };
@@ -323,11 +333,11 @@ pub fn node(nodes: &[NodeFacts], name: &str) -> NodeExplanation {
     let (state, why) = if found.deleting {
         (
             NodeState::Deleting,
-            format!("its CiliumNode is being deleted; its block ({listed}) rests before another gets it"),
+            format!("its CiliumNode is being deleted; its pod CIDR ({listed}) is quarantined before it is reassigned"),
         )
     } else if let Some(clash) = clashes.first() {
         let why = format!(
-            "its block {} overlaps {} of {}: neither gives new addresses before one of the two objects is put right",
+            "its block {} overlaps {} of {}: neither allocates addresses until one of the two objects is corrected",
             clash.block, clash.other_block, clash.other_node
         );
         (NodeState::Overlaps, why)
@@ -335,10 +345,12 @@ pub fn node(nodes: &[NodeFacts], name: &str) -> NodeExplanation {
         (NodeState::Refused, format!("spec.ipam.podCIDRs holds {text:?}; expected a CIDR such as 10.0.1.0/24"))
     } else {
         match (&found.operator_error, found.blocks.is_empty()) {
-            (Some(error), true) => (NodeState::Refused, format!("the operator gives it no block: {error}")),
-            (Some(error), false) => (NodeState::Refused, format!("it lists {listed}, and the operator says: {error}")),
+            (Some(error), true) => (NodeState::Refused, format!("the operator assigns it no pod CIDR: {error}")),
+            (Some(error), false) => {
+                (NodeState::Refused, format!("it lists {listed}, and the operator reports: {error}"))
+            }
             (None, true) => {
-                let why = "spec.ipam.podCIDRs of its CiliumNode is empty: the operator that leads writes it".to_owned();
+                let why = "spec.ipam.podCIDRs of its CiliumNode is empty: the operators' leader writes it".to_owned();
                 (NodeState::WaitsForBlock, why)
             }
             (None, false) => (NodeState::HasBlock, format!("{listed}, from spec.ipam.podCIDRs of its CiliumNode")),
@@ -414,13 +426,13 @@ mod tests {
             ("10.244.1.1", AddressState::Reserved, Some("a"), "router"),
             ("10.244.1.0", AddressState::Network, Some("a"), "network"),
             ("10.244.1.255", AddressState::Broadcast, Some("a"), "broadcast"),
-            ("10.244.1.9", AddressState::Free, Some("a"), "next pod"),
+            ("10.244.1.9", AddressState::Free, Some("a"), "available to pods of a"),
             // A lease of the block that the node had before.
-            ("10.200.0.9", AddressState::Confirmed, Some("a"), "earlier block"),
+            ("10.200.0.9", AddressState::Confirmed, Some("a"), "earlier pod CIDR"),
             ("192.168.7.2", AddressState::Node, Some("b"), "an address of the node b"),
             ("10.244.2.9", AddressState::Node, Some("b"), "router address"),
             ("10.244.2.10", AddressState::OtherNode, Some("b"), "d (10.244.2.0/23)"),
-            ("8.8.8.8", AddressState::Unknown, None, "no block"),
+            ("8.8.8.8", AddressState::Unknown, None, "no pod CIDR"),
         ] {
             let explained = address(&facts, text.parse().unwrap());
             assert_eq!((explained.state, explained.node.as_deref()), (state, node), "{text}: {explained:?}");

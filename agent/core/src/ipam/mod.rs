@@ -24,13 +24,13 @@ use ipnet::IpNet;
 use jiff::Timestamp;
 use std::time::Duration;
 
-/// The moment `by` after `from`; the end of time when that is past it.
+/// `from` plus `by`, saturating.
 fn later(from: Timestamp, by: Duration) -> Timestamp {
     from.checked_add(by).unwrap_or(Timestamp::MAX)
 }
 
-/// A pod range that overlaps with a network that is in use already (`architecture` decision 12): packets to one of the
-/// two would go astray, so the start is refused.
+/// A pod range that overlaps a network in use (`architecture` decision 12). Packets to one of the two would be
+/// misrouted, so the start is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("pod range {pods} overlaps with {network} ({what}); choose another range for the pods, or for the other")]
 pub struct Overlap {
@@ -38,13 +38,13 @@ pub struct Overlap {
     pub pods: IpNet,
     /// The other network.
     pub network: IpNet,
-    /// What the other network is, such as `eth0 of this node` or `service-cidr`.
+    /// Description of the other network, such as `eth0 of this node` or `service-cidr`.
     pub what: String,
 }
 
-/// Every pair of a pod range and another network that overlap. The other networks are those of the nodes (of each
-/// address, with its prefix length) and the Service CIDRs, each with what it is for people. The caller leaves out what
-/// lies in the pod range rightly: the router address and the pods' own routes.
+/// All pairs of a pod range and another network that overlap. Other networks are those of the nodes (each address with
+/// its prefix length) and the Service CIDRs, with human-readable descriptions. The caller omits legitimate ones: the
+/// router address and the pods' own routes.
 #[must_use]
 pub fn find_overlaps(pods: &[IpNet], networks: &[(IpNet, String)]) -> Vec<Overlap> {
     let pair = |pods: &IpNet| {

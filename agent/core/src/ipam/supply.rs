@@ -156,7 +156,7 @@ impl Supply {
             supply.blocked.clone().or_else(|| match &supply.source {
                 Source::PodCidrs(grants) if grants.iter().all(|grant| grant.state == GrantState::Draining) => {
                     let first = grants.first()?;
-                    Some(format!("{} is being left for another pod CIDR", first.net))
+                    Some(format!("{} is being released in favour of another pod CIDR", first.net))
                 }
                 Source::PodCidrs(_) | Source::Addresses(_) => None,
             })
@@ -218,10 +218,10 @@ pub trait Allocator: fmt::Debug + Send {
     /// free.
     fn restore_quarantine(&mut self, address: IpAddr, since: Timestamp, until: Timestamp) -> bool;
 
-    /// Frees every address whose quarantine has ended.
+    /// Frees all addresses whose quarantine has ended.
     fn expire(&mut self, now: Timestamp);
 
-    /// Addresses by state.
+    /// Counts of addresses by state.
     fn usage(&self) -> Usage;
 }
 
@@ -313,7 +313,7 @@ impl Pools {
         members.find(|member| member.allocator.usable(address)).map(|member| &mut *member.allocator)
     }
 
-    /// Frees every address whose quarantine has ended.
+    /// Frees all addresses whose quarantine has ended.
     pub fn expire(&mut self, now: Timestamp) {
         for member in self.pools.values_mut().flatten() {
             member.allocator.expire(now);
@@ -460,7 +460,7 @@ mod tests {
         assert!(matches!(next(), Err(AddressError::RangeFull { .. })));
         assert_eq!(supply.refusal(DEFAULT_POOL), None);
         let left = Supply::of_grants([grant("10.0.0.1/32", GrantState::Draining)]);
-        assert!(left.refusal(DEFAULT_POOL).unwrap().contains("10.0.0.1/32 is being left"));
+        assert!(left.refusal(DEFAULT_POOL).unwrap().contains("10.0.0.1/32 is being released"));
         assert_eq!(left.refusal("another"), None);
     }
 

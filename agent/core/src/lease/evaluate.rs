@@ -1,12 +1,12 @@
-//! Whether to acquire, renew, wait or step down.
+//! Leader election: acquire, renew, wait or step down.
 //!
-//! A Lease object is judged by when this process last saw it change, on a monotonic clock of its own, and never by the
-//! time that its holder wrote into it: clocks of two machines may differ by more than a lease lasts. `now` is always the
-//! time since some fixed moment of this process.
+//! A Lease object is judged by when this process last observed a change, on its own monotonic clock, and never by the
+//! time that its holder wrote: clocks of two machines may differ by more than the lease duration. `now` is time on that
+//! clock.
 //!
-//! For the holder the order of moments after a successful write, counted from *before* it was sent, is: retry period
-//! (renew) < renew deadline (step down) < lease duration (others may take over). The gap between the last two is the
-//! time to cancel and join what only a leader may do.
+//! For the holder, the timers after a successful write, counted from *before* it was sent, are: retry period (renew) <
+//! renew deadline (step down) < lease duration (others may take over). Between the last two, the work of the leader is
+//! cancelled and joined.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ pub const RENEW_DEADLINE: Duration = Duration::from_secs(10);
 /// Retry period of Cilium's operator.
 pub const RETRY_PERIOD: Duration = Duration::from_secs(2);
 
-/// How long things last; made by [`Timings::new`], so that the order holds.
+/// Durations; validated by [`Timings::new`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timings {
     duration: Duration,
@@ -25,7 +25,7 @@ pub struct Timings {
     retry_period: Duration,
 }
 
-/// Durations that would let two processes lead at once, or a leader lose its lease while it is healthy.
+/// Durations with which two processes could lead at once, or a healthy leader could lose its lease.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "lease duration {duration:?}, renew deadline {renew_deadline:?} and retry period {retry_period:?} are refused: \
@@ -38,10 +38,10 @@ pub struct TimingsError {
 }
 
 impl Timings {
-    /// Timings whose order is sound.
+    /// Validates durations.
     ///
     /// # Errors
-    /// Unless duration > renew deadline > retry period > 0, with a duration of whole seconds (a Lease holds no others).
+    /// Unless duration > renew deadline > retry period > 0, with a duration in whole seconds (as in a Lease).
     pub fn new(duration: Duration, renew_deadline: Duration, retry_period: Duration) -> Result<Self, TimingsError> {
         let sound = duration > renew_deadline
             && renew_deadline > retry_period
@@ -54,26 +54,26 @@ impl Timings {
         Ok(Self { duration, renew_deadline, retry_period })
     }
 
-    /// How long a lease lasts after others last saw it change.
+    /// Duration of a lease after the last change observed by others.
     #[must_use]
     pub fn duration(&self) -> Duration {
         self.duration
     }
 
-    /// How long a holder goes on after its last successful write was begun.
+    /// How long a holder leads after the start of its last successful write.
     #[must_use]
     pub fn renew_deadline(&self) -> Duration {
         self.renew_deadline
     }
 
-    /// Until when a process whose last successful write was begun at `renewed` leads: what only a leader may write must
-    /// have ended by then, and with it before the Lease can (`ipam` decision 14).
+    /// Until when a process whose last successful write started at `renewed` leads: all writes of the leader must have
+    /// completed before the Lease can expire (`ipam` decision 14).
     #[must_use]
     pub fn leads_until(&self, renewed: Duration) -> Duration {
         renewed + self.renew_deadline
     }
 
-    /// How often is tried.
+    /// Interval of attempts.
     #[must_use]
     pub fn retry_period(&self) -> Duration {
         self.retry_period
@@ -86,12 +86,12 @@ impl Default for Timings {
     }
 }
 
-/// What a Lease object says. `renewed` and `resource_version` are compared for change and never read.
+/// Content of a Lease object. `renewed` and `resource_version` are only compared for equality.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Record {
-    /// `spec.holderIdentity`; `None` or empty when nobody holds it.
+    /// `spec.holderIdentity`; `None` or empty without a holder.
     pub holder: Option<String>,
-    /// `spec.leaseDurationSeconds` as its holder wrote it.
+    /// `spec.leaseDurationSeconds` as written by its holder.
     pub duration_seconds: Option<i32>,
     /// `spec.leaseTransitions`
     pub transitions: i32,
@@ -104,7 +104,7 @@ impl Record {
         self.holder.as_deref().filter(|holder| !holder.is_empty())
     }
 
-    /// How long the holder says that its lease lasts; ours where it says nothing sensible.
+    /// The duration written by the holder; ours if that is invalid.
     fn duration(&self, timings: &Timings) -> Duration {
         self.duration_seconds
             .and_then(|seconds| u64::try_from(seconds).ok())
@@ -113,25 +113,24 @@ impl Record {
     }
 }
 
-/// The Lease as this process saw it.
+/// A Lease as observed by this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Observation {
-    /// What it says; `None` when the object does not exist.
+    /// Its content; `None` if the object does not exist.
     pub record: Option<Record>,
-    /// When this process first saw it say that.
+    /// When this process first observed this content.
     pub changed: Duration,
 }
 
 impl Observation {
-    /// The first look.
+    /// The first observation.
     #[must_use]
     pub fn first(record: Option<Record>, now: Duration) -> Self {
         Self { record, changed: now }
     }
 
-    /// Another look: what says the same as before keeps the time at which that was first seen. The caller shows each
-    /// state of the object once and in order: what a write of its own made of it, as soon as the write is answered, and
-    /// nothing that is older than what was shown already.
+    /// Another observation: unchanged content keeps the time of its first observation. The caller must pass each state
+    /// once and in order, including the results of its own writes, and nothing older than what was passed before.
     pub fn look(&mut self, record: Option<Record>, now: Duration) {
         if self.record != record {
             *self = Self::first(record, now);
@@ -139,60 +138,60 @@ impl Observation {
     }
 }
 
-/// Why leadership is over.
+/// Why leadership was lost.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Loss {
-    /// The Lease names somebody else, or nobody.
+    /// The Lease has another holder, or none.
     #[error("the Lease is held by {holder:?} now")]
     Taken {
-        /// Who is named.
+        /// The holder.
         holder: Option<String>,
     },
-    /// The Lease object is gone.
+    /// The Lease object was deleted.
     #[error("the Lease object was deleted")]
     Deleted,
-    /// No write succeeded in time, for whatever reason: the API, the network, or this process was paused.
+    /// No write succeeded in time, because of the API server, the network, or a pause of this process.
     #[error("not renewed for {since_renewal:?}, and the deadline is {deadline:?}")]
     Deadline {
-        /// Time since the last successful write was begun.
+        /// Time since the start of the last successful write.
         since_renewal: Duration,
         /// The renew deadline.
         deadline: Duration,
     },
 }
 
-/// What to do now.
+/// The next action.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    /// Write a claim: create the Lease, or update it with its resource version as precondition, so that of two
-    /// claimants one wins. `transitions` is the value to write.
+    /// Write a claim: create the Lease, or update it with its resource version as precondition, so that only one of two
+    /// claimants succeeds. `transitions` is the value to write.
     Acquire {
         /// `spec.leaseTransitions` to write.
         transitions: i32,
-        /// The write must have ended within this.
+        /// Timeout of the write.
         timeout: Duration,
     },
     /// Write a renewal, with the resource version as precondition.
     Renew {
-        /// The write must have ended within this; past it the renew deadline has come.
+        /// Timeout of the write, which ends at the renew deadline.
         timeout: Duration,
     },
-    /// Nothing to do before this moment, unless the Lease is seen to change.
+    /// Nothing to do before this time, unless the Lease changes.
     Wait {
         /// When to evaluate again.
         until: Duration,
-        /// Who leads, for people; `None` when this process does.
+        /// The leader, human-readable; `None` if it is this process.
         holder: Option<String>,
     },
-    /// Leadership is over: cancel and join at once what only a leader may do, then evaluate as one that does not lead.
+    /// Leadership is lost: cancel and join the leader's work at once, then evaluate as a candidate.
     StepDown {
-        /// Why.
+        /// The reason.
         loss: Loss,
     },
 }
 
-/// Decides. `leading` is the moment *before* the last successful write was sent while this process leads, and `None`
-/// while it does not. A write whose answer never came does not move it.
+/// Decides. `leading` is the time *before* the last successful write was sent if this process leads, else `None`. A
+/// write without an answer does not count.
 #[must_use]
 pub fn evaluate(
     observed: &Observation,
@@ -235,8 +234,8 @@ fn evaluate_candidate(observed: &Observation, identity: &str, timings: &Timings,
     let Some(record) = &observed.record else { return Action::Acquire { transitions: 0, timeout } };
     match record.holder() {
         None => Action::Acquire { transitions: record.transitions.saturating_add(1), timeout },
-        // A claim of ours whose answer never came, or one that we let go: nobody else holds it, and the precondition
-        // of the write makes sure of that.
+        // Our own claim without an answer, or a released one: there is no other holder, and the precondition of the
+        // write ensures it.
         Some(holder) if holder == identity => Action::Acquire { transitions: record.transitions, timeout },
         Some(holder) => {
             let expiry = observed.changed + record.duration(timings);

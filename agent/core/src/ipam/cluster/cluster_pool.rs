@@ -1,11 +1,11 @@
-//! One block of the cluster pool for each node (`ipam` 2.2).
+//! Cluster pool: one pod CIDR of each family for each node (`ipam` 2.2).
 //!
-//! [`plan`] is a pure function of what the CiliumNodes say, of the [`Ledger`] that the leader keeps between plans, and of
-//! the [`Records`] that outlive a leader. Claims are honoured before anything is given, a claim that cannot be honoured
-//! changes nothing but the error text of its node, and no block is given while any node lists it, rightly or not.
+//! [`plan`] is a pure function of the CiliumNodes, of the [`Ledger`] that the leader keeps between plans, and of the
+//! [`Records`] that outlive a leader. Claims are processed before allocations; a refused claim only changes the verdict
+//! on its node; and no pod CIDR is allocated while any node lists it, rightly or not.
 //!
-//! Order of writes for whoever applies a plan: the records first, then the nodes. A plan is kept (its ledger is the
-//! input of the next one) whether or not every write succeeded: what was lost is planned again.
+//! Write order: the records first, then the nodes. A plan is kept (its ledger is the input of the next one) even if
+//! writes failed: failed writes are planned again.
 
 use crate::ip::block::{Block, BlockSet, Carving, CarvingError, ClaimError, Counts, OverlapError, Quarantined};
 use crate::ip::{Family, overlaps};
@@ -17,39 +17,39 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// How long the block of a deleted node rests: pods may still run on that machine.
+/// Quarantine of a deleted node's pod CIDR: pods may still be running on that machine.
 pub const BLOCK_QUARANTINE: Duration = Duration::from_secs(600);
 
-/// A node's block of this size is accepted with a warning; a longer IPv4 mask is refused (`ipam` decision 12).
+/// A pod CIDR of this size is accepted with a warning; a longer IPv4 mask is rejected (`ipam` decision 12).
 const SMALLEST_IPV4_BLOCK: u8 = 30;
 
-/// The settings of one family as configured.
+/// The configuration of one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FamilySettings {
     /// `enable-ipv4`, `enable-ipv6`
     pub enabled: bool,
     /// `cluster-pool-ipv4-cidr`, `cluster-pool-ipv6-cidr`, in order.
     pub cidrs: Vec<IpNet>,
-    /// `cluster-pool-ipv4-mask-size`, `cluster-pool-ipv6-mask-size`: prefix length of a node's block.
+    /// `cluster-pool-ipv4-mask-size`, `cluster-pool-ipv6-mask-size`: prefix length of a node's pod CIDR.
     pub mask_size: u8,
 }
 
-/// Why a pool configuration is refused.
+/// Why a pool configuration is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// A list for a family that is off.
+    /// A list for a disabled family.
     #[error("cluster-pool-{key}-cidr is set but enable-{key} is false; expected an empty list")]
     ListOfDisabledFamily {
         /// The family as in key names.
         key: &'static str,
     },
-    /// No list for a family that is on.
+    /// No list for an enabled family.
     #[error("enable-{key} is true but cluster-pool-{key}-cidr is empty; expected at least one CIDR")]
     EmptyList {
         /// The family as in key names.
         key: &'static str,
     },
-    /// No family is on.
+    /// No family is enabled.
     #[error("enable-ipv4 and enable-ipv6 are both false; expected at least one of them true")]
     NoFamily,
     /// An element of the other family.
@@ -60,12 +60,12 @@ pub enum ConfigError {
         /// The element.
         cidr: IpNet,
     },
-    /// An element that cannot be carved.
+    /// An element that cannot be divided.
     #[error("cluster-pool-{key}-cidr with cluster-pool-{key}-mask-size: {error}")]
     Carving {
         /// The family as in key names.
         key: &'static str,
-        /// Why.
+        /// The reason.
         error: CarvingError,
     },
     /// Two elements overlap.
@@ -76,7 +76,7 @@ pub enum ConfigError {
         /// Which.
         error: OverlapError,
     },
-    /// No pod would fit.
+    /// There is no room for pods.
     #[error(
         "cluster-pool-ipv4-mask-size {mask_size} is refused: a node needs room for its router address and pods; expected 30 or less, better 29 or less"
     )]
@@ -86,7 +86,7 @@ pub enum ConfigError {
     },
 }
 
-/// Something odd about a pool configuration that is accepted.
+/// A problem of a pool configuration that is accepted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigWarning {
     /// Room for one pod.
@@ -104,7 +104,7 @@ pub enum ConfigWarning {
     },
 }
 
-/// A pool configuration that can be worked with.
+/// A valid pool configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
     ipv4: Option<BlockSet<String>>,
@@ -113,10 +113,10 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Checks a configuration. `quarantine` is how long the block of a deleted node rests ([`BLOCK_QUARANTINE`]).
+    /// Validates a configuration. `quarantine` is that of a deleted node's pod CIDR ([`BLOCK_QUARANTINE`]).
     ///
     /// # Errors
-    /// Everything that is wrong with it, not only the first.
+    /// All errors, not only the first.
     pub fn new(
         ipv4: FamilySettings,
         ipv6: FamilySettings,
@@ -132,7 +132,7 @@ impl Settings {
         if errors.is_empty() { Ok((Self { ipv4, ipv6, quarantine }, warnings)) } else { Err(errors) }
     }
 
-    /// The same pool with another rest for the blocks of deleted nodes.
+    /// The same pool with another quarantine.
     #[must_use]
     pub fn with_quarantine(self, quarantine: Duration) -> Self {
         Self { quarantine, ..self }
@@ -182,7 +182,7 @@ fn family_pool(
     BlockSet::new(carvings).map_err(|error| errors.push(ConfigError::Overlap { key, error })).ok()
 }
 
-/// A CiliumNode as far as this planner reads it.
+/// The planner's view of a CiliumNode.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
     /// `metadata.name`: the name of the Kubernetes node.
@@ -191,12 +191,12 @@ pub struct Node {
     pub uid: String,
     /// `metadata.creationTimestamp`
     pub created: Timestamp,
-    /// Whether `metadata.deletionTimestamp` is set, or what it says cannot be read: it keeps what it has and is given
-    /// nothing.
+    /// `metadata.deletionTimestamp` is set, or the object cannot be parsed: it keeps its pod CIDRs and is allocated
+    /// none.
     pub deleting: bool,
     /// `spec.ipam.podCIDRs` as written.
     pub pod_cidrs: Vec<String>,
-    /// The block that the node's agent listed by itself: its pods have addresses of it.
+    /// The pod CIDR that the node's agent listed itself, because its pods have addresses of it.
     pub claim: Option<IpNet>,
     /// `status.ipam.operator-status.error`; empty when absent.
     pub error: String,
@@ -204,46 +204,46 @@ pub struct Node {
     pub annotation: Option<String>,
 }
 
-/// A block of a deleted node, as recorded.
+/// A recorded pod CIDR of a deleted node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuarantineRecord {
-    /// The block.
+    /// The pod CIDR.
     pub cidr: IpNet,
-    /// The node that had it, and may claim it back.
+    /// The former owner, which may claim it again.
     pub node: String,
-    /// When the node was found gone.
+    /// When the node's deletion was found.
     pub since: Timestamp,
-    /// When the block becomes free.
+    /// When it becomes free.
     pub until: Timestamp,
 }
 
-/// An element of the pool, as configured now or formerly.
+/// A current or former element of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PoolRecord {
     /// The CIDR.
     pub cidr: IpNet,
-    /// Prefix length of its blocks.
+    /// Prefix length of its pod CIDRs.
     pub mask_size: u8,
 }
 
-/// What outlives a leader: the operator's ConfigMap (`ipam` decision 13).
+/// State that outlives a leader: the operator's ConfigMap (`ipam` decision 13).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Records {
-    /// Blocks of deleted nodes, by address.
+    /// Pod CIDRs of deleted nodes, by address.
     pub quarantine: Vec<QuarantineRecord>,
-    /// The pool as configured, and former elements that a node still has a block of. A block of a former element is a
-    /// recorded legacy block: its node keeps it, nobody else is given any.
+    /// The pool as configured, and former elements that a node still has a pod CIDR of. A pod CIDR of a former element
+    /// is kept by its node and never allocated.
     pub pools: Vec<PoolRecord>,
-    /// UIDs of nodes whose `podCIDRs` are refused: they come last when the next leader judges claims, so that who won a
-    /// block keeps it.
+    /// UIDs of nodes whose `podCIDRs` are refused. The next leader judges their claims last, so that the owner of a pod
+    /// CIDR keeps it.
     pub refused: BTreeSet<String>,
-    /// The blocks of each node that has any, by name: who has what is decided here, and not by what a CiliumNode says
-    /// after somebody edited it. It also tells the next leader of nodes that went while nobody led.
+    /// The pod CIDRs of each node, by name. They are authoritative, even if a CiliumNode was edited; a new leader also
+    /// detects deletions of nodes by them.
     pub blocks: BTreeMap<String, Vec<IpNet>>,
 }
 
-/// A ConfigMap that cannot be read. Nothing may be planned before somebody repairs or deletes it: it may name blocks that
-/// are in use.
+/// An invalid ConfigMap. Nothing is planned until an administrator repairs or deletes it, because it may contain pod
+/// CIDRs in use.
 #[derive(Debug, thiserror::Error)]
 #[error("key {key} cannot be read: {error}")]
 pub struct RecordsError {
@@ -260,7 +260,7 @@ impl Records {
     /// As `data` of the ConfigMap.
     ///
     /// # Errors
-    /// None in practice: every field has a JSON form.
+    /// None in practice: all fields can be serialised.
     pub fn to_data(&self) -> Result<BTreeMap<String, String>, RecordsError> {
         let text = |key: &'static str, text: Result<String, serde_json::Error>| match text {
             Ok(text) => Ok((key.to_owned(), text)),
@@ -277,7 +277,7 @@ impl Records {
     /// From `data` of the ConfigMap; absent keys are empty lists.
     ///
     /// # Errors
-    /// The key that cannot be read, and why.
+    /// The invalid key, and the reason.
     pub fn from_data(data: &BTreeMap<String, String>) -> Result<Self, RecordsError> {
         fn list<T: Default + for<'a> Deserialize<'a>>(
             data: &BTreeMap<String, String>,
@@ -294,8 +294,8 @@ impl Records {
         })
     }
 
-    /// These records with what `earlier` knows and they do not contradict: what a leader had made durable, after somebody
-    /// put other records in their place, a backup of the API server for example.
+    /// These records, merged with the non-contradicting ones of `earlier`: what a leader wrote before the records were
+    /// replaced, for example by a backup of the API server.
     #[must_use]
     pub fn adopt(mut self, earlier: &Self) -> Self {
         let mut known: Vec<IpNet> = self.quarantine.iter().map(|record| record.cidr).collect();
@@ -311,31 +311,31 @@ impl Records {
     }
 }
 
-/// What a known node holds.
+/// The pod CIDRs of a known node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Known {
-    /// Of its CiliumNode; none while the node is only known from the records.
+    /// UID of its CiliumNode; `None` while the node is only known from the records.
     uid: Option<String>,
     blocks: Vec<Block<String>>,
 }
 
-/// What the list of a node amounts to.
+/// Classification of a node's list.
 enum Claim {
-    /// An unknown node without any.
+    /// An unknown node without pod CIDRs.
     Nothing,
-    /// An unknown node, and blocks that it may have.
+    /// An unknown node with acceptable pod CIDRs.
     Blocks(Vec<IpNet>),
-    /// A known node that lists nothing but what it was given.
+    /// A known node that only lists its own pod CIDRs.
     Known,
 }
 
-/// What a leader knows between plans: which node, by name, holds which blocks, and which blocks rest.
+/// State of a leader between plans: allocated and quarantined pod CIDRs, by node name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ledger {
     ipv4: Option<BlockSet<String>>,
     ipv6: Option<BlockSet<String>>,
     nodes: BTreeMap<String, Known>,
-    /// UIDs of nodes whose claim was refused in the last plan.
+    /// UIDs of nodes whose claims the last plan refused.
     refused: BTreeSet<String>,
     /// Blocks that such nodes list, and which of them does: pods may have addresses from there.
     avoided: BTreeMap<IpNet, String>,
@@ -343,8 +343,8 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// The ledger of a new leader: recorded nodes have their blocks, recorded blocks rest. The first [`plan`] books what
-    /// other nodes list.
+    /// The ledger of a new leader: recorded nodes have their pod CIDRs, recorded quarantines continue. The first
+    /// [`plan`] adds the other nodes' lists.
     #[must_use]
     pub fn take_over(settings: &Settings, records: &Records, now: Timestamp) -> Self {
         let Settings { mut ipv4, mut ipv6, quarantine } = settings.clone();
@@ -354,11 +354,11 @@ impl Ledger {
             let former = former.filter_map(|pool| Carving::new(pool.cidr, pool.mask_size).ok());
             set.honour(former.filter(|former| !set.carvings().contains(former)).collect());
             for record in records.quarantine.iter().filter(|record| Family::of_net(&record.cidr) == family) {
-                // A clock that was set back must not keep a block away for longer than the rest itself.
+                // If the clock was set back, limit the quarantine to its full duration.
                 let until = record.until.min(later(now, quarantine));
                 if until > now {
                     let (net, owner, since) = (record.cidr, record.node.clone(), record.since);
-                    // Two records of one block: the first, by address, stands for both.
+                    // Of two records of one pod CIDR, the first by address counts.
                     set.restore_quarantine(Quarantined { net, owner, since, until });
                 }
             }
@@ -366,19 +366,19 @@ impl Ledger {
         let (refused, avoided) = (records.refused.clone(), BTreeMap::new());
         let mut ledger = Self { ipv4, ipv6, nodes: BTreeMap::new(), refused, avoided, quarantine };
         for (name, blocks) in &records.blocks {
-            // What cannot be booked any more is a claim of its node, to be judged as one.
+            // What is no longer acceptable becomes a claim of its node.
             let _ = ledger.book(name, None, blocks);
         }
         ledger
     }
 
-    /// The blocks of a known node, in the order of its `podCIDRs`.
+    /// The pod CIDRs of a known node, in the order of its `podCIDRs`.
     #[must_use]
     pub fn blocks(&self, node: &str) -> Option<Vec<IpNet>> {
         Some(self.nodes.get(node)?.blocks.iter().map(|block| block.net).collect())
     }
 
-    /// Blocks by state, of each family that has a pool.
+    /// Counts by state, of each family with a pool.
     #[must_use]
     pub fn counts(&self) -> Vec<(Family, Counts)> {
         self.sets().map(|(family, set)| (family, set.counts(&[]))).collect()
@@ -409,7 +409,7 @@ impl Ledger {
         }
     }
 
-    /// Sends the blocks of a node that is gone to quarantine. An unknown node is no matter.
+    /// Quarantines the pod CIDRs of a deleted node. No-op for an unknown node.
     fn forget(&mut self, node: &str, now: Timestamp) {
         let Some(known) = self.nodes.remove(node) else { return };
         self.release(known.blocks, now);
@@ -419,14 +419,14 @@ impl Ledger {
         let until = later(now, self.quarantine);
         for block in blocks {
             if let Some(set) = self.set_mut(Family::of_net(&block.net)) {
-                // The ledger is the only keeper of this proof, so it cannot be stale.
+                // The ledger is the only owner of this proof, so it cannot be stale.
                 let released = set.release(&block, now, until);
                 debug_assert_eq!(released, Ok(()));
             }
         }
     }
 
-    /// Judges what a node lists. The verdict follows from the ledger alone, and not from when it was judged.
+    /// Judges a node's list. The verdict depends on the ledger only.
     fn judge(&self, node: &Node) -> Result<Claim, Verdict> {
         let (listed, unreadable) = parse(&node.pod_cidrs);
         if let Some(text) = unreadable {
@@ -454,10 +454,9 @@ impl Ledger {
         Ok(())
     }
 
-    /// Lets a node's blocks rest that are not its own any more, by what it lists: of several of one family, those that are
-    /// not listed beside another; and what it was given, when its agent lists another one by itself, that nothing
-    /// speaks against, and none of those: it has that from before, and heard of nothing else.
-    fn hear(&mut self, node: &Node, now: Timestamp) {
+    /// Reconciles the ledger with the node's `podCIDRs`: releases pod CIDRs that the node no longer lists, if it lists
+    /// others of the family, and releases the assigned one if the node only lists a valid claim of its own.
+    fn reconcile_listed(&mut self, node: &Node, now: Timestamp) {
         let (listed, unreadable) = parse(&node.pod_cidrs);
         let Some(known) = self.nodes.get_mut(&node.name) else { return };
         let (kept, unlisted): (Vec<_>, Vec<_>) =
@@ -475,7 +474,7 @@ impl Ledger {
         }
     }
 
-    /// Books what [`Self::judge`] accepted, or what is recorded.
+    /// Adds what [`Self::judge`] accepted, or recorded pod CIDRs.
     fn book(&mut self, name: &str, uid: Option<&str>, listed: &[IpNet]) -> Result<(), Verdict> {
         let name = name.to_owned();
         let mut blocks = Vec::new();
@@ -488,8 +487,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Lets blocks rest that a node listed without having them and lists no more, unless somebody has them.
-    fn rest_unlisted(&mut self, avoided: BTreeMap<IpNet, String>, now: Timestamp) {
+    /// Quarantines pod CIDRs that a node listed without owning them and no longer lists, unless another node owns them.
+    fn quarantine_unlisted(&mut self, avoided: BTreeMap<IpNet, String>, now: Timestamp) {
         let until = later(now, self.quarantine);
         for (net, owner) in std::mem::replace(&mut self.avoided, avoided) {
             let listed = self.avoided.contains_key(&net);
@@ -499,8 +498,8 @@ impl Ledger {
         }
     }
 
-    /// Gives a node a block of each family that has a pool and that it has none of, all or nothing: first what it had
-    /// itself a short while ago, then the next free one.
+    /// Allocates to a node a pod CIDR of each family that has a pool and of which it has none, all or nothing:
+    /// preferably its own quarantined one, else the next free one.
     fn complete(
         &mut self,
         node: &Node,
@@ -540,8 +539,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// The part of `avoid` that hand-outs must pass over: what lies inside an element of the pool. What holds a whole
-    /// element cannot have come from this pool, and must not stop it.
+    /// The part of `avoid` that allocation must skip: CIDRs inside an element of the pool. One that contains a whole
+    /// element cannot be from this pool, and must not block it.
     fn inside_pool(&self, mut avoid: BTreeMap<IpNet, String>) -> BTreeMap<IpNet, String> {
         let carvings: Vec<Carving> = self.sets().flat_map(|(_, set)| set.carvings()).copied().collect();
         let inside = |net: &IpNet| {
@@ -590,10 +589,10 @@ impl Ledger {
     }
 }
 
-// The texts of verdicts. Agents of the release before recognise them by parts (`legacy_verdicts`): those parts stay for this
-// release.
+// The texts of verdicts. Agents of the previous release recognise them by parts (`legacy_verdicts`), which must not
+// change in this release.
 
-/// An element longer than this is cut in the text: an annotation repeats it.
+/// Longer elements are truncated in the text, which the annotation repeats.
 const LONGEST_ELEMENT: usize = 100;
 
 fn invalid(element: &str) -> Verdict {
@@ -651,56 +650,56 @@ fn exhausted(family: Family, pool: &BlockSet<String>) -> Verdict {
     Verdict { code: Code::PoolExhausted, cidr: None, text }
 }
 
-/// The CIDRs of a family, each once, in their order.
+/// The distinct CIDRs of a family, in order.
 fn of_family(nets: &[IpNet], family: Family) -> Vec<IpNet> {
     let mut seen = BTreeSet::new();
     nets.iter().filter(|net| Family::of_net(net) == family && seen.insert(**net)).copied().collect()
 }
 
-/// What is planned from.
+/// Input of [`plan`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Input {
-    /// Every CiliumNode, in any order.
+    /// All CiliumNodes, in any order.
     pub nodes: Vec<Node>,
-    /// Whether `nodes` comes from a list that was read whole after leadership was won, and the records were read too.
-    /// Nothing is planned before.
+    /// Whether `nodes` is a complete list from after the election, and the records have been read. Nothing is planned
+    /// before.
     pub synced: bool,
-    /// Whether nodes had the time to list what they have. Before, a node gets no block but its own: the API server may
-    /// have lost what earlier leaders wrote.
+    /// Whether nodes have had time to list their pod CIDRs. Before that, a node only gets its own: the API server may
+    /// have lost writes of earlier leaders.
     pub settled: bool,
 }
 
-/// What shall become of a node.
+/// The planned writes for a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodePlan {
-    /// The incarnation that this is meant for: a precondition of the write.
+    /// UID of the CiliumNode, a precondition of the write.
     pub uid: String,
-    /// `spec.ipam.podCIDRs` to write; `None` when it is right or must not be touched.
+    /// `spec.ipam.podCIDRs` to write; `None` if it is correct or must not be changed.
     pub pod_cidrs: Option<Vec<IpNet>>,
-    /// What annotation and `status.ipam.operator-status.error` have to say; none clears both.
+    /// The verdict for the annotation and `status.ipam.operator-status.error`; `None` clears both.
     pub verdict: Option<Verdict>,
-    /// The annotation of that verdict on the list as it is after the write.
+    /// The annotation of that verdict on the list after the write.
     pub annotation: Option<String>,
-    /// What the node's agent listed by itself is the node's block: it is no claim any more.
+    /// The agent's claim is accepted: its annotation is removed.
     pub accepted: bool,
 }
 
-/// The result of planning.
+/// Result of [`plan`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// The nodes to write to, by name. A node that is as it shall be is left out.
+    /// The nodes to write, by name. Nodes that are up to date are omitted.
     pub nodes: BTreeMap<String, NodePlan>,
-    /// What the ConfigMap shall hold. `None` before the input has synced.
+    /// The content of the ConfigMap. `None` before the input is synced.
     pub records: Option<Records>,
     /// The input of the next plan.
     pub ledger: Ledger,
 }
 
-/// Plans. Two laws hold: a plan made after this one was applied has nothing to write, and the order of `input.nodes` does
-/// not matter.
+/// Plans allocations and verdicts. Invariants: after a plan has been applied, the next one writes nothing; the order of
+/// `input.nodes` does not matter.
 ///
-/// Of several nodes that list one block, the one in the ledger has it; without one, as for a new leader, a node that was
-/// not refused before, then the one created first, then the smaller UID. The others get an error and are not changed.
+/// Of several nodes that list a pod CIDR, the owner in the ledger has it; without one, as for a new leader, a node that
+/// was not refused before, then the oldest one, then the smaller UID. The others get a verdict and are not changed.
 #[must_use]
 pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
     if !input.synced {
@@ -722,12 +721,12 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
         known.uid = present.get(name.as_str()).map(|uid| (*uid).to_owned());
     }
 
-    // Claims first, over all nodes, so that nothing is given which somebody has.
+    // Claims first, over all nodes, so that no claimed pod CIDR is allocated.
     let mut verdicts: BTreeMap<&str, Verdict> = BTreeMap::new();
     let mut avoid: BTreeMap<IpNet, String> = BTreeMap::new();
     let mut refused = BTreeSet::new();
     for node in &nodes {
-        ledger.hear(node, now);
+        ledger.reconcile_listed(node, now);
         let booked = match ledger.judge(node) {
             Ok(Claim::Blocks(listed)) => ledger.book(&node.name, Some(&node.uid), &listed),
             Ok(Claim::Nothing | Claim::Known) => Ok(()),
@@ -736,7 +735,7 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
         if booked.is_err() {
             refused.insert(node.uid.clone());
             for net in parse(&node.pod_cidrs).0 {
-                // Of several, the same one at every plan: their order here is another one once they are refused.
+                // Of several, the same one in every plan: the order changes once they are refused.
                 let owner = avoid.entry(net.trunc()).or_insert_with(|| node.name.clone());
                 if node.name < *owner {
                     owner.clone_from(&node.name);
@@ -747,7 +746,7 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
     ledger.refused = refused;
     nodes.sort_by_key(|node| (node.created, &node.uid, &node.name));
     let avoid = ledger.inside_pool(avoid);
-    ledger.rest_unlisted(avoid.clone(), now);
+    ledger.quarantine_unlisted(avoid.clone(), now);
     let avoid: Vec<IpNet> = avoid.into_keys().collect();
     let mut full = BTreeSet::new();
     for node in nodes.iter().filter(|node| !node.deleting && !ledger.refused.contains(&node.uid)).collect::<Vec<_>>() {
@@ -755,7 +754,7 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
             verdicts.insert(&node.name, verdict);
         }
     }
-    // Bookings were only added since a claim was refused, so it is refused still; perhaps for another reason.
+    // The ledger only grew since, so a refused claim is still refused; the reason may differ.
     for node in nodes.iter().filter(|node| ledger.refused.contains(&node.uid)) {
         if let Err(verdict) = ledger.judge(node) {
             verdicts.insert(&node.name, verdict);
@@ -781,8 +780,8 @@ pub fn plan(input: &Input, mut ledger: Ledger, now: Timestamp) -> Plan {
     Plan { nodes: planned, records: Some(ledger.records()), ledger }
 }
 
-/// The blocks of a node, when it lists only a part of them. A list that contradicts the ledger is left alone, since pods
-/// may use what it names; so is the order of a list that is right.
+/// The pod CIDRs to write for a node that lists only part of them. A list that contradicts the ledger is not changed,
+/// since pods may use its addresses; nor is the order of a correct list.
 fn spec_to_write(ledger: &Ledger, node: &Node) -> Option<Vec<IpNet>> {
     let (listed, unreadable) = parse(&node.pod_cidrs);
     let blocks = ledger.blocks(&node.name)?;
@@ -791,7 +790,7 @@ fn spec_to_write(ledger: &Ledger, node: &Node) -> Option<Vec<IpNet>> {
     (!contradicts && !complete).then_some(blocks)
 }
 
-/// The CIDRs of a list, and the first element that is none.
+/// The CIDRs of a list, and the first invalid element.
 fn parse(texts: &[String]) -> (Vec<IpNet>, Option<&String>) {
     let mut nets = Vec::new();
     let mut unreadable = None;

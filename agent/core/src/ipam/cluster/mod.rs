@@ -1,2 +1,2 @@
-//! Decided by the operator.
+//! Decisions of the operator.
 pub mod cluster_pool;

@@ -1,4 +1,4 @@
-//! Refusals, and findings about the leases.
+//! Errors, and findings about the leases.
 
 use super::DEFAULT_POOL;
 use super::record::Attachment;
@@ -9,45 +9,45 @@ use ipnet::IpNet;
 use jiff::Timestamp;
 use std::net::IpAddr;
 
-/// Something that whoever operates the node should know. None of them stops the node.
+/// A finding for the administrator. None of them stops the node.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Finding {
-    /// Two records named one address; the younger lease is the truth, since an address is given anew only when it
-    /// was given back.
+    /// Two records have the same address; the younger lease is valid, since an address is reallocated only after its
+    /// release.
     #[error(
-        "{address}: the records name two holders, {kept} and {dropped}; the lease of {kept} is the younger and is kept"
+        "{address}: the records name two holders, {kept} and {dropped}; the lease of {kept} is the younger one and is kept"
     )]
     TwoHolders {
         /// The address.
         address: IpAddr,
-        /// Whose lease was kept.
+        /// The owner of the kept lease.
         kept: String,
-        /// Whose lease was dropped.
+        /// The owner of the dropped lease.
         dropped: String,
     },
-    /// A live lease has an address of an earlier pod CIDR.
+    /// An existing lease has an address of an earlier pod CIDR.
     #[error("{holder} keeps {address}, which is outside the node's pod CIDR {net}; new addresses come from {net}")]
     OutsidePodCidr {
-        /// Who holds it.
+        /// The owner.
         holder: String,
         /// The address.
         address: IpAddr,
-        /// The pod CIDR now.
+        /// The current pod CIDR.
         net: IpNet,
     },
-    /// An address that no pod should have belongs to a pod already.
-    #[error("{address} should be kept for {label}, but {holder} has it and keeps it until it ends")]
+    /// A pod has an address that must not be allocated to pods.
+    #[error("{address} is reserved for {label}, but {holder} has it and keeps it until its DEL")]
     ExclusionHeld {
         /// The address.
         address: IpAddr,
-        /// What it should be kept for.
+        /// Its intended use.
         label: String,
-        /// Who has it.
+        /// The owner.
         holder: String,
     },
-    /// A configured router address lies inside the pod CIDR.
+    /// A configured router address is inside the pod CIDR.
     #[error(
-        "configured router address {address} is inside the pod CIDR {net}; it is used as it is and given to no pod"
+        "configured router address {address} is inside the pod CIDR {net}; it is used unchanged and not allocated to pods"
     )]
     RouterInsidePodCidr {
         /// The router address.
@@ -55,7 +55,7 @@ pub enum Finding {
         /// The pod CIDR.
         net: IpNet,
     },
-    /// The sources disagree about the router address.
+    /// Sources disagree about the router address.
     #[error("router address {used} is used; {other} was found too and is ignored")]
     RouterMismatch {
         /// The one in use.
@@ -63,58 +63,58 @@ pub enum Finding {
         /// The other.
         other: IpAddr,
     },
-    /// The former router address cannot be kept.
+    /// The previous router address cannot be kept.
     #[error("router address {old} cannot be kept ({reason}); {new} replaces it, which interrupts traffic briefly")]
     RouterReplaced {
-        /// The former address.
+        /// The previous address.
         old: IpAddr,
         /// The new address.
         new: IpAddr,
-        /// Why the former one is not possible.
+        /// The reason.
         reason: AddressError,
     },
-    /// No address is left for the router.
+    /// There is no address for the router.
     #[error("no router address: {reason}; no pod is added before one is free")]
     NoRouter {
-        /// Why.
+        /// The reason.
         reason: AddressError,
     },
 }
 
-/// Why an ADD gets no address. Nothing is held for it then.
+/// Why an ADD gets no address. Nothing is allocated then.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddError {
     /// No pod CIDR yet.
     #[error(
-        "this node has no pod CIDR yet; addresses are given as soon as its CiliumNode lists one in spec.ipam.podCIDRs"
+        "this node has no pod CIDR yet; addresses are allocated once its CiliumNode lists one in spec.ipam.podCIDRs"
     )]
     WaitingForPodCidr,
-    /// The caller said [`super::Leases::hold_back`].
-    #[error("no new address is given: {reason}")]
+    /// Allocation is suspended ([`super::Leases::hold_back`]).
+    #[error("no address is allocated: {reason}")]
     HeldBack {
-        /// As given by the caller.
+        /// The reason given by the caller.
         reason: String,
     },
-    /// There is no address for the router, and without one no pod can reach anything.
+    /// There is no address for the router, without which pods have no gateway.
     #[error("no router address: {reason}")]
     NoRouter {
-        /// Why.
+        /// The reason.
         reason: AddressError,
     },
-    /// Nothing is left in the pod CIDR.
+    /// No address is free in the pod CIDR.
     #[error("pool {pool} is exhausted: {reason}")]
     Exhausted {
         /// The pool.
         pool: String,
-        /// The numbers.
+        /// The counts.
         reason: AddressError,
     },
-    /// The DEL for this attachment came first.
-    #[error("a DEL for {attachment} at {at} came before this ADD; the address would never be given back")]
+    /// The DEL of this attachment arrived first.
+    #[error("a DEL for {attachment} at {at} arrived before this ADD; the address would never be released")]
     Overtaken {
         /// The attachment.
         attachment: Attachment,
-        /// When the DEL came.
+        /// Time of the DEL.
         at: Timestamp,
     },
 }
@@ -153,48 +153,48 @@ impl Classify for AddError {
 /// Why a lease is not confirmed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfirmError {
-    /// Nothing is held: never given, given back, or expired.
-    #[error("{attachment} holds no lease; it was given back or expired")]
+    /// No lease: never allocated, released, or expired.
+    #[error("{attachment} has no lease; it was released or expired")]
     NoLease {
         /// The attachment.
         attachment: Attachment,
     },
-    /// The lease was given anew since.
+    /// The lease was reallocated since.
     #[error("{attachment} presents generation {presented}, but its lease has generation {current}")]
     OtherGeneration {
         /// The attachment.
         attachment: Attachment,
-        /// As presented.
+        /// The presented generation.
         presented: u64,
-        /// As held.
+        /// The current generation.
         current: u64,
     },
 }
 
-/// Why a call by owner text is refused. Nothing changes then.
+/// Why a call with an owner string is rejected. Nothing changes then.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OwnerError {
     /// As for an ADD.
     #[error(transparent)]
     Add(#[from] AddError),
-    /// The address cannot be given.
+    /// The address cannot be allocated.
     #[error(transparent)]
     Address(#[from] AddressError),
-    /// Host scope has one pool.
+    /// There is only one pool.
     #[error("pool {pool} is not known; this node has the pool {DEFAULT_POOL}")]
     UnknownPool {
-        /// The pool asked for.
+        /// The requested pool.
         pool: String,
     },
     /// A pod has the address.
-    #[error("{address} is in use by endpoint {attachment}; it is given back by a CNI DEL for that endpoint")]
+    #[error("{address} is in use by endpoint {attachment}; it is released by a CNI DEL for that endpoint")]
     InUse {
         /// The address.
         address: IpAddr,
-        /// Who has it.
+        /// The owner.
         attachment: Attachment,
     },
-    /// Nothing was given through these calls under (pool, address).
+    /// Nothing was allocated through these calls for (pool, address).
     #[error("{address} of pool {pool} is not allocated through this call")]
     NotAllocated {
         /// The address.
@@ -210,14 +210,14 @@ pub enum OwnerError {
         /// The pool.
         pool: String,
     },
-    /// The timer belongs to an earlier allocation.
+    /// The timer belongs to another allocation.
     #[error("expiration UUID {presented} does not match the timer of {address} of pool {pool}")]
     OtherTimer {
         /// The address.
         address: IpAddr,
         /// The pool.
         pool: String,
-        /// The UUID as presented.
+        /// The presented UUID.
         presented: String,
     },
 }

@@ -7,14 +7,14 @@ use std::collections::BTreeSet;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::large_enum_variant, reason = "most changes are `Put`, and each lives until it is written")]
 pub enum Change {
-    /// Store this record under its key.
+    /// Stores this record under its key.
     Put(Record),
-    /// Forget what is stored under this key; forgetting the absent succeeds.
+    /// Removes the record of this key; succeeds if there is none.
     Remove(RecordKey),
 }
 
 impl Change {
-    /// The key of the record that it is about.
+    /// The key of the changed record.
     #[must_use]
     pub fn key(&self) -> RecordKey {
         match self {
@@ -24,10 +24,10 @@ impl Change {
     }
 }
 
-/// Changes that the state machine has made and that are not on disk yet: those of a call, and what a disk that refused
-/// (because it is full, say) still owes.
+/// Changes of the state machine that are not on disk yet: those of the current call, and those that failed before
+/// (because the disk was full, for example).
 ///
-/// It never holds more than one change for what there is: a later one for the same key takes the place of the earlier.
+/// There is at most one change per key: a later one replaces an earlier one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Owed(Vec<Change>);
 
@@ -41,13 +41,12 @@ impl Owed {
         self.0.extend(changes);
     }
 
-    /// Writes what is owed, in its order. When the disk refuses a record, what is to be removed is removed all the same:
-    /// a removal needs no space, and makes some, with which the records are tried once more. So a DEL works while the
-    /// disk is full. All that a crash can lose by that order is the rest of an address between two pods, and what was
-    /// never answered.
+    /// Writes the pending changes in order. If the disk refuses a record, removals are still executed: they need no
+    /// space, and free some, with which the records are tried once more. A DEL therefore works on a full disk. A crash
+    /// in between can only lose the quarantine of an address and changes that were not answered.
     ///
     /// # Errors
-    /// The first refusal. What is not written stays owed.
+    /// The first error. What is not written stays pending.
     pub fn write<E>(&mut self, mut write: impl FnMut(&Change) -> Result<(), E>) -> Result<(), E> {
         loop {
             let (mut refused, mut removed) = (None, false);
@@ -77,13 +76,13 @@ impl Owed {
         }
     }
 
-    /// Whether nothing is owed.
+    /// Whether nothing is pending.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// How many changes are owed.
+    /// The number of pending changes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
@@ -94,20 +93,20 @@ impl Owed {
         self.0.iter().map(Change::key)
     }
 
-    /// Whether what is on disk under this key is not as it should be.
+    /// Whether the record on disk of this key is outdated.
     #[must_use]
     pub fn owes(&self, key: &RecordKey) -> bool {
         self.0.iter().any(|change| change.key() == *key)
     }
 }
 
-/// An answer, and what must be durable before it leaves.
+/// An answer, and the changes that must be durable before it is sent.
 ///
-/// Changes that could not be written stay owed ([`Owed`]), since this state machine has made them already.
+/// Changes that could not be written stay pending ([`Owed`]), because the state machine has executed them already.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use = "the changes must be written before the answer leaves"]
 pub struct Outcome<T> {
-    /// What the caller is told.
+    /// The answer to the caller.
     pub answer: T,
     /// To be written in this order.
     pub changes: Vec<Change>,

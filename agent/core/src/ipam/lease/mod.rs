@@ -1,9 +1,9 @@
-//! Pod leases: who holds an address of this node (`architecture` decision 9, `ipam` decisions 7-9).
+//! Pod leases: allocation of this node's addresses (`architecture` decision 9, `ipam` decisions 7-9).
 //!
-//! [`Leases`] is a synchronous state machine owned by one task. Each call takes the time (and a random draw where an
+//! [`Leases`] is a synchronous state machine owned by one task. Each call takes the time (and a random draw if an
 //! address is chosen) and returns an [`Outcome`]: the answer, and the changes of the durable records that must be
-//! written, in their order, before the answer leaves. A process that ends between two of those writes restarts into a
-//! state in which no address has two owners and everything that was answered still holds.
+//! written, in order, before the answer is sent. If the process terminates between two of these writes, it restarts in
+//! a state in which no address has two owners and everything that was answered still holds.
 //!
 //! ```text
 //!            ADD                     confirm
@@ -14,23 +14,22 @@
 //!    └────────────── Quarantined ◄─────────────────┘
 //! ```
 //!
-//! A confirmed lease is provisional again when a DEL has its turn that began before an ADD which asked again, and that ADD
-//! has not confirmed it yet.
+//! A confirmed lease becomes provisional again if a DEL is processed that started before a repeated ADD, and that ADD
+//! has not confirmed the lease yet.
 //!
-//! # How long an address can be away that nobody holds
-//! Each of these ends by itself, over restarts and reboots too: a waiting is on disk, and counted by a clock that no
-//! change of the wall clock moves.
+//! # How long an unused address stays allocated
+//! All timers are persistent and independent of the wall clock, so these limits hold across restarts and reboots:
 //!
-//! | after | free within |
+//! | after | released within |
 //! |---|---|
-//! | DEL, GC, supersession | 30 s ([`Timings::quarantine`]); at once when nothing else is left |
-//! | an ADD that was never finished | 10 min 30 s ([`Timings::provisional`], then the quarantine) |
-//! | a pod that vanished without DEL | 7 min 30 s (see [`super::audit`], then the quarantine) |
+//! | DEL, GC, supersession | 30 s ([`Timings::quarantine`]); at once if no other address is free |
+//! | an ADD that was not completed | 10 min 30 s ([`Timings::provisional`], then the quarantine) |
+//! | loss of a pod without DEL | 7 min 30 s (see [`super::audit`], then the quarantine) |
 //! | a reboot | 30 s from the agent's start |
 //!
-//! A lease is given back by its attachment (container ID and interface name) and by nothing else, so a late or
-//! repeated DEL can never take an address from the pod that has it now. Leases made through the calls that Cilium's
-//! API also has are kept apart ([`OwnerLease`]): those calls see no others.
+//! A lease is released by its attachment (container ID and interface name) only, so a late or repeated DEL cannot
+//! release an address that was reallocated. Leases allocated through the calls of Cilium's API are separate
+//! ([`OwnerLease`]): those calls see no others.
 
 mod error;
 mod journal;
@@ -44,8 +43,8 @@ pub use error::{AddError, ConfirmError, Finding, OwnerError};
 pub use journal::{Change, Outcome, Owed};
 pub use owner::{ExpirationIds, OwnerRequest};
 pub use record::{
-    Attachment, Behind, Expiration, FORMAT, Interface, LeaseState, OwnerLease, Pod, PodLease, Quarantine, Record,
-    RecordError, RecordKey, RecordTimes, Router, Stored, Tombstone,
+    Attachment, Expiration, FORMAT, Interface, LeaseState, OwnerLease, Pod, PodAttachment, PodLease, Quarantine,
+    Record, RecordError, RecordKey, RecordTimes, Router, Stored, Tombstone,
 };
 pub use restore::{Accepted, Exclusion, Restored, Surroundings};
 pub use row::{Row, RowState};
@@ -63,14 +62,14 @@ use std::time::Duration;
 
 const ROUTER: &str = "router";
 
-/// How long things wait.
+/// Durations of timers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timings {
-    /// Life of a lease that nobody confirms.
+    /// Lifetime of an unconfirmed lease.
     pub provisional: Duration,
-    /// Rest of an address between two holders.
+    /// Quarantine of an address between two allocations.
     pub quarantine: Duration,
-    /// How long a DEL without lease is remembered. Short, since a runtime may attach the same container again.
+    /// Lifetime of a DEL without a lease. Short, because a runtime may attach the same container again.
     pub tombstone: Duration,
 }
 
@@ -87,15 +86,15 @@ impl Default for Timings {
 /// A CNI ADD.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AddRequest {
-    /// What it is for.
+    /// The attachment.
     pub attachment: Attachment,
-    /// Name of the network, if the plugin said so.
+    /// Name of the network, if the plugin reported it.
     pub network: Option<String>,
-    /// The pod, where the runtime named it.
+    /// The pod, if the runtime named it.
     pub pod: Option<Pod>,
     /// Path of the pod's network namespace.
     pub netns: String,
-    /// When the plugin began, if it said so: an ADD that began after a DEL was not overtaken by it.
+    /// Start time of the plugin, if it reported it: a DEL that arrived before an ADD's start does not affect that ADD.
     pub began: Option<Moment>,
 }
 
@@ -119,7 +118,7 @@ pub struct Granted {
     pub router: Addresses,
 }
 
-/// Who holds what of this node's addresses.
+/// Allocation of this node's addresses.
 ///
 /// Invariant: an address is in at most one of `pods`, `owners`, `resting`, and is not the router's.
 #[derive(Debug)]
@@ -135,20 +134,20 @@ pub struct Leases {
     resting: BTreeMap<IpAddr, Quarantine>,
     generation: u64,
     held_back: Option<String>,
-    /// Follows from the fields above; built anew when the network changes.
+    /// Derived from the fields above; rebuilt when the network changes.
     pools: Pools,
 }
 
 impl Leases {
-    /// Gives no new address while there is a reason not to, such as another CiliumNode that lists the same block
-    /// (`ipam` decision 14). Leases that exist are not touched. `None` ends it.
+    /// Suspends allocation while there is a reason, such as another CiliumNode that lists the same pod CIDR (`ipam`
+    /// decision 14). Existing leases are not affected. `None` resumes it.
     pub fn hold_back(&mut self, reason: Option<String>) {
         self.held_back = reason;
     }
 
-    /// An address for an attachment. Asked again with the same attachment, it answers the same lease. Before it gives
-    /// a new one, older leases of the same pod UID and interface name whose network namespace is gone are ended: a
-    /// runtime that re-creates a sandbox may never send their DEL.
+    /// Allocates an address to an attachment. Idempotent: a repeated request returns the existing lease. Before a new
+    /// allocation, older leases of the same pod UID and interface name whose network namespace no longer exists are
+    /// ended, because a runtime that re-creates a sandbox may not send their DEL.
     pub fn add(
         &mut self,
         request: AddRequest,
@@ -214,9 +213,10 @@ impl Leases {
             generation: self.generation,
             state: LeaseState::Provisional { since: now, expires: later(now, self.timings.provisional) },
         };
-        // The new lease is written before the end of the rest: with only one of the two on disk, the lease counts.
+        // The new lease is written before the end of the quarantine: if only one of the two is on disk, the lease
+        // counts.
         changes.push(Change::Put(Record::Pod(lease.clone())));
-        self.wake(addresses.iter(), changes);
+        self.end_quarantine(addresses.iter(), changes);
         if self.tombstones.remove(&attachment).is_some() {
             changes.push(Change::Remove(RecordKey::Tombstone(attachment.clone())));
         }
@@ -251,7 +251,7 @@ impl Leases {
         reason.map_or(Ok(()), |reason| Err(AddError::HeldBack { reason }))
     }
 
-    /// Whether new addresses can be given at all.
+    /// Whether new addresses can be allocated.
     fn ready(&mut self, pool: &str, now: Timestamp, draw: u64, changes: &mut Vec<Change>) -> Result<(), AddError> {
         if self.pools.is_empty() {
             return Err(AddError::WaitingForPodCidr);
@@ -271,14 +271,14 @@ impl Leases {
         Ok(())
     }
 
-    /// The interface exists, or is about to: the lease no longer ends by itself. Said again, it takes over the interface as
-    /// said last. `began` is the moment of the ADD that says so: once another has asked for the lease since, that one's
-    /// interface counts, and nothing changes.
+    /// The interface was created (or, for chained IPAM, will be): the lease no longer expires. A repeated call replaces
+    /// the interface. `began` is the start time of the calling ADD: if a later ADD has requested the lease since, that
+    /// one's interface counts, and nothing changes.
     pub fn confirm(
         &mut self,
         attachment: &Attachment,
         generation: u64,
-        interface: Behind,
+        interface: PodAttachment,
         began: Option<&Moment>,
         now: Timestamp,
     ) -> Outcome<Result<PodLease, ConfirmError>> {
@@ -306,12 +306,12 @@ impl Leases {
         Outcome { answer, changes }
     }
 
-    /// Gives the lease of this attachment back, whatever its state, and answers what it was. Without a lease it is a
-    /// success too, and leaves a tombstone in case the ADD is still under way.
+    /// Releases the lease of this attachment in any state, and returns what it was. Without a lease it succeeds, too,
+    /// and leaves a tombstone in case the ADD is still running.
     ///
-    /// A DEL may have waited since it `began`, on disk for an agent or in a socket. A lease that an ADD which began later
-    /// has asked for, the first time or again, is not the one that was to end: it stays, and the answer is none. While that
-    /// ADD has not confirmed it, it is provisional.
+    /// A DEL may have been queued since it `began`, on disk or in a socket. A lease that a later ADD has requested, for
+    /// the first time or again, is not the one to release: it is kept, and nothing is returned. It is provisional until
+    /// that ADD confirms it.
     pub fn del(&mut self, attachment: &Attachment, began: Option<Moment>, now: Timestamp) -> Outcome<Option<PodLease>> {
         let mut changes = self.expire(now);
         if let Some(lease) = self.pods.get(attachment).filter(|lease| self.asked_since(lease, began.as_ref())) {
@@ -336,7 +336,7 @@ impl Leases {
         Outcome { answer, changes }
     }
 
-    /// Whether an ADD that began later than `began` has asked for a lease.
+    /// Whether an ADD that started after `began` has requested a lease.
     #[must_use]
     pub fn asked_since(&self, lease: &PodLease, began: Option<&Moment>) -> bool {
         self.is_after(lease.began.as_ref(), began)
@@ -347,7 +347,7 @@ impl Leases {
         one.zip(other).is_some_and(|(one, other)| one.is_after(other, &self.boot))
     }
 
-    /// What an attachment holds now.
+    /// The current lease of an attachment.
     #[must_use]
     pub fn check(&self, attachment: &Attachment, now: Timestamp) -> Option<&PodLease> {
         self.pods
@@ -376,8 +376,8 @@ impl Leases {
         self.end_all(|lease| garbage.contains(&lease.attachment), now)
     }
 
-    /// Ends every lease whose network namespace is gone. Only right after a reboot, which no namespace outlives:
-    /// while a runtime is at work, a namespace may be missing for other reasons.
+    /// Ends all leases whose network namespace does not exist. Only correct right after a reboot, which no namespace
+    /// survives: while a runtime is running, a namespace may be missing for other reasons.
     pub fn drop_gone(&mut self, netns_exists: impl Fn(&str) -> bool, now: Timestamp) -> Outcome<Vec<PodLease>> {
         self.end_all(|lease| !netns_exists(&lease.netns), now)
     }
@@ -409,11 +409,11 @@ impl Leases {
             generation,
             state: LeaseState::Confirmed {
                 since: now,
-                interface: Behind::Plugin { plugin: "unknown".to_owned(), routed: true },
+                interface: PodAttachment::Plugin { plugin: "unknown".to_owned(), routed: true },
             },
         };
         changes.push(Change::Put(Record::Pod(lease.clone())));
-        self.wake([address].into_iter(), &mut changes);
+        self.end_quarantine([address].into_iter(), &mut changes);
         if let Some(allocator) = self.pools.with(address) {
             // Kept for something else on this node, it is the pod's all the same until that ends.
             let _ = allocator.allocate(address, &lease.holder(), now);
@@ -422,7 +422,7 @@ impl Leases {
         Outcome { answer: Some(lease), changes }
     }
 
-    /// Ends confirmed leases that an audit found to be nobody's, each with the generation that was looked at.
+    /// Ends confirmed leases that an audit found to have no pod, each with the generation that was audited.
     pub fn end_lost(&mut self, lost: &[(Attachment, u64)], now: Timestamp) -> Outcome<Vec<PodLease>> {
         let is_lost = |lease: &PodLease| lost.iter().any(|(a, g)| *a == lease.attachment && *g == lease.generation);
         self.end_all(|lease| matches!(lease.state, LeaseState::Confirmed { .. }) && is_lost(lease), now)
@@ -436,8 +436,8 @@ impl Leases {
         Outcome { answer, changes }
     }
 
-    /// Lets time pass: unconfirmed leases end, rested addresses become free, tombstones are forgotten. Every call
-    /// does this first; a timer at [`Self::next_deadline`] keeps the records short in between.
+    /// Processes expired timers: unconfirmed leases, quarantines, tombstones. Every call does this first; a timer at
+    /// [`Self::next_deadline`] keeps the records short in between.
     pub fn expire(&mut self, now: Timestamp) -> Vec<Change> {
         let mut changes = Vec::new();
         let expired: Vec<Attachment> = self
@@ -476,7 +476,7 @@ impl Leases {
         changes
     }
 
-    /// When [`Self::expire`] has something to do next.
+    /// When [`Self::expire`] is due next.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Timestamp> {
         let provisional = self.pods.values().filter_map(|lease| match lease.state {
@@ -489,12 +489,12 @@ impl Leases {
         provisional.chain(timers).chain(tombstones).chain(resting).min()
     }
 
-    /// Every pod lease, by attachment.
+    /// All pod leases, by attachment.
     pub fn pods(&self) -> impl Iterator<Item = &PodLease> {
         self.pods.values()
     }
 
-    /// Every address that somebody holds, for good or provisionally.
+    /// All allocated addresses, confirmed or provisional.
     pub fn held(&self) -> impl Iterator<Item = IpAddr> + '_ {
         let of_pods = self.pods.values().flat_map(|lease| {
             let ipv4 = lease.addresses.ipv4.map(IpAddr::V4);
@@ -520,15 +520,15 @@ impl Leases {
     fn end_pod(&mut self, attachment: &Attachment, now: Timestamp, changes: &mut Vec<Change>) -> Option<PodLease> {
         let lease = self.pods.remove(attachment)?;
         for address in lease.addresses.iter() {
-            self.rest(address, &lease.pool, lease.generation, lease.holder(), now, changes);
+            self.quarantine(address, &lease.pool, lease.generation, lease.holder(), now, changes);
         }
         changes.push(Change::Remove(RecordKey::Pod(attachment.clone())));
         Some(lease)
     }
 
-    /// Sends an address to quarantine. Its record is written before the lease's is removed: with both on disk, the
-    /// lease counts, and the release that was never answered is asked for again.
-    fn rest(
+    /// Quarantines an address. Its record is written before the lease's is removed: if both are on disk, the lease
+    /// counts, and the caller retries the release.
+    fn quarantine(
         &mut self,
         address: IpAddr,
         pool: &str,
@@ -539,7 +539,7 @@ impl Leases {
     ) {
         let until = later(now, self.timings.quarantine);
         if let Some(allocator) = self.pools.with(address) {
-            // Refused only for an address of an earlier pod CIDR, which nothing is drawn from.
+            // Refused only for an address of an earlier pod CIDR, from which nothing is allocated.
             let released = allocator.release(address, &holder, now, until).is_ok();
             let exclusion = self
                 .surroundings
@@ -558,8 +558,8 @@ impl Leases {
         self.resting.insert(address, quarantine);
     }
 
-    /// Ends the rest of addresses that were given out early, because nothing else was left.
-    fn wake(&mut self, addresses: impl Iterator<Item = IpAddr>, changes: &mut Vec<Change>) {
+    /// Ends the quarantine of addresses that were reallocated early, because no other address was free.
+    fn end_quarantine(&mut self, addresses: impl Iterator<Item = IpAddr>, changes: &mut Vec<Change>) {
         for address in addresses {
             if self.resting.remove(&address).is_some() {
                 changes.push(Change::Remove(RecordKey::Quarantine(address)));

@@ -1,4 +1,4 @@
-//! Leases by owner text: the calls that Cilium's API also has (`/ipam`).
+//! Leases with an owner string: the calls of Cilium's API (`/ipam`).
 
 use super::error::OwnerError;
 use super::journal::{Change, Outcome};
@@ -8,20 +8,20 @@ use crate::ip::Family;
 use jiff::Timestamp;
 use std::net::IpAddr;
 
-/// `POST /ipam`: an address for an owner text.
+/// `POST /ipam`: allocates an address to an owner string.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OwnerRequest {
-    /// One family, or every family that the node serves.
+    /// One family, or all families that the node serves.
     pub family: Option<Family>,
-    /// Who will hold it.
+    /// The owner.
     pub owner: String,
-    /// A pool, or the node's choice.
+    /// A pool, or the node's default.
     pub pool: Option<String>,
-    /// UUIDs of the timers to start, one for each family.
+    /// UUIDs of the timers to start, one per family.
     pub expiration: Option<ExpirationIds>,
 }
 
-/// Fresh UUIDs, drawn by the caller.
+/// New UUIDs, drawn by the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpirationIds {
     /// For the IPv4 address.
@@ -31,7 +31,7 @@ pub struct ExpirationIds {
 }
 
 impl Leases {
-    /// `POST /ipam`: an address for an owner text, of one family or of each that the node serves.
+    /// `POST /ipam`: allocates an address to an owner string, of one family or of each that the node serves.
     pub fn allocate_for_owner(
         &mut self,
         request: OwnerRequest,
@@ -68,7 +68,7 @@ impl Leases {
         Ok(leases)
     }
 
-    /// `POST /ipam/{ip}`: this address for an owner text. The pool is compulsory.
+    /// `POST /ipam/{ip}`: allocates this address to an owner string. The pool is required.
     pub fn allocate_address_for_owner(
         &mut self,
         address: IpAddr,
@@ -107,12 +107,13 @@ impl Leases {
             expiration: uuid.map(|uuid| Expiration { uuid, at: later(now, self.timings.provisional) }),
         };
         changes.push(Change::Put(Record::Owner(lease.clone())));
-        self.wake([address].into_iter(), changes);
+        self.end_quarantine([address].into_iter(), changes);
         self.owners.insert((lease.pool.clone(), address), lease.clone());
         lease
     }
 
-    /// Stops the timer of a lease by owner text: whoever presents its UUID has made the endpoint.
+    /// Stops the timer of a lease with an owner string: its endpoint has been created by the caller, who presents the
+    /// UUID.
     pub fn stop_expiration(
         &mut self,
         address: IpAddr,
@@ -139,7 +140,7 @@ impl Leases {
         Outcome { answer, changes }
     }
 
-    /// `DELETE /ipam/{ip}`: gives an address back that was given by owner text. A pod's address is refused.
+    /// `DELETE /ipam/{ip}`: releases an address that was allocated to an owner string. A pod's address is refused.
     pub fn release_for_owner(
         &mut self,
         address: IpAddr,
@@ -164,7 +165,7 @@ impl Leases {
         changes: &mut Vec<Change>,
     ) -> Option<OwnerLease> {
         let lease = self.owners.remove(key)?;
-        self.rest(lease.address, &lease.pool, lease.generation, lease.holder(), now, changes);
+        self.quarantine(lease.address, &lease.pool, lease.generation, lease.holder(), now, changes);
         changes.push(Change::Remove(RecordKey::Owner(lease.pool.clone(), lease.address)));
         Some(lease)
     }

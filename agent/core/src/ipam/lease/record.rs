@@ -1,4 +1,4 @@
-//! What is durable: one record for each fact.
+//! The durable records.
 
 use super::{Timings, later};
 use crate::format::{Unsupported, Version};
@@ -22,10 +22,10 @@ const OLDEST_READER: u32 = 2;
 /// Every kind of [`Record`], as it is written.
 const KINDS: [&str; 6] = ["pod", "owner", "tombstone", "quarantine", "router", "grant"];
 
-/// What a lease of a pod is known by.
+/// Identity of an attachment.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Attachment {
-    /// `CNI_CONTAINERID`: the sandbox, which is new whenever a pod's sandbox is made anew.
+    /// `CNI_CONTAINERID`: the sandbox, which changes when the pod's sandbox is recreated.
     pub container_id: String,
     /// `CNI_IFNAME`
     pub ifname: String,
@@ -37,14 +37,15 @@ impl fmt::Display for Attachment {
     }
 }
 
-/// The pod behind an attachment.
+/// The pod of an attachment.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Pod {
     /// `K8S_POD_NAMESPACE`
     pub namespace: String,
     /// `K8S_POD_NAME`
     pub name: String,
-    /// `K8S_POD_UID`, which older runtimes leave out. Without it nothing is superseded: a name is no identity.
+    /// `K8S_POD_UID`, which older runtimes omit. Without it nothing is superseded, because a name does not identify a
+    /// pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<String>,
 }
@@ -55,7 +56,7 @@ impl fmt::Display for Pod {
     }
 }
 
-/// The interface pair of a confirmed lease.
+/// The veth pair of a confirmed lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Interface {
     /// Name of the host side.
@@ -66,23 +67,22 @@ pub struct Interface {
     pub mac: String,
 }
 
-/// What the address of a confirmed lease is behind.
+/// How the pod is attached.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum Behind {
-    /// A pair that `cistern-cni` made.
+pub enum PodAttachment {
+    /// A veth pair created by `cistern-cni`.
     Pair(Interface),
-    /// An interface that another plugin makes with this address.
+    /// An interface that another plugin creates with this address.
     Plugin {
-        /// That plugin.
+        /// The plugin.
         plugin: String,
-        /// Packets of the pod pass this node's routing, so the datapath must know the pod: it may leave under the
-        /// node's address.
+        /// The pod's packets are routed by this node, so the datapath must know the pod in order to masquerade it.
         routed: bool,
     },
 }
 
-impl fmt::Display for Behind {
+impl fmt::Display for PodAttachment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Pair(interface) => f.write_str(&interface.host_ifname),
@@ -91,58 +91,58 @@ impl fmt::Display for Behind {
     }
 }
 
-/// How far a pod lease has come.
+/// State of a pod lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LeaseState {
-    /// Given, but the interface is not known to exist; ends by itself.
+    /// Allocated, but the interface may not exist; expires.
     Provisional {
-        /// When it was given, or a DEL found that it had been asked for again.
+        /// Time of the allocation, or of a DEL that found that the lease was requested again.
         since: Timestamp,
-        /// When it ends unless it is confirmed before.
+        /// Expiry unless it is confirmed.
         expires: Timestamp,
     },
-    /// The interface exists, or another plugin is about to make it.
+    /// The interface was created (or, for chained IPAM, will be).
     Confirmed {
-        /// When that was said.
+        /// Time of the confirmation.
         since: Timestamp,
         /// The interface.
-        interface: Behind,
+        interface: PodAttachment,
     },
 }
 
 /// The lease of a pod's interface.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodLease {
-    /// Whose it is; the only key it is released by.
+    /// The owner, and the only key for a release.
     pub attachment: Attachment,
-    /// Name of the network that it was attached to: a runtime collects the garbage of one network at a time. A lease
-    /// without it is never garbage.
+    /// Name of the network of the attachment: a runtime runs GC for one network at a time. A lease without it is never
+    /// collected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<String>,
-    /// The pod, where the runtime named it.
+    /// The pod, if the runtime named it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<Pod>,
     /// Path of the pod's network namespace.
     pub netns: String,
-    /// When the plugin began whose ADD asked for it last, if it said so.
+    /// Start time of the last ADD that requested it, if reported.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub began: Option<Moment>,
-    /// `began` of the ADD that confirmed it last.
+    /// `began` of the last ADD that confirmed it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub confirmed: Option<Moment>,
-    /// The pool that the addresses came from.
+    /// The pool of the addresses.
     pub pool: String,
-    /// The addresses: one of each family that the node served when they were given.
+    /// The addresses: one of each family that the node served at the time.
     pub addresses: Addresses,
-    /// Names this lease among all that the same addresses had before.
+    /// Distinguishes this lease from earlier ones of the same addresses.
     pub generation: u64,
-    /// How far it has come.
+    /// The state.
     pub state: LeaseState,
 }
 
 impl PodLease {
-    /// When it came into its present state.
+    /// Time of the last change of state.
     #[must_use]
     pub fn since(&self) -> Timestamp {
         match &self.state {
@@ -155,92 +155,92 @@ impl PodLease {
     }
 }
 
-/// The timer of an [`OwnerLease`] that nobody confirmed yet.
+/// The expiration timer of an unconfirmed [`OwnerLease`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Expiration {
-    /// To be presented by whoever stops the timer.
+    /// Identifies the timer when it is stopped.
     pub uuid: String,
-    /// When the lease ends unless the timer is stopped before.
+    /// Expiry unless the timer is stopped.
     pub at: Timestamp,
 }
 
-/// A lease made through the API calls that name an owner by text (`ipam` 5.1). Its key is (pool, address).
+/// A lease through the API calls with an owner string (`ipam` 5.1). Its key is (pool, address).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnerLease {
-    /// As given by the caller: mostly `namespace/pod`.
+    /// As passed by the caller: usually `namespace/pod`.
     pub owner: String,
-    /// The pool that the address came from.
+    /// The pool of the address.
     pub pool: String,
     /// The address.
     pub address: IpAddr,
-    /// Names this lease among all that the same address had before.
+    /// Distinguishes this lease from earlier ones of the same address.
     pub generation: u64,
-    /// When it was given.
+    /// Time of the allocation.
     pub since: Timestamp,
-    /// The timer, while it runs.
+    /// The expiration timer, while it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expiration: Option<Expiration>,
 }
 
 impl OwnerLease {
-    /// Told apart from the attachments' keys by the leading word, so that neither kind can release the other.
+    /// The prefix distinguishes it from attachments' keys, so that neither kind can release the other.
     pub(super) fn holder(&self) -> String {
         format!("owner {}", self.owner)
     }
 }
 
-/// A DEL that arrived before its ADD: that ADD is refused when it comes.
+/// A DEL that arrived before its ADD, which is rejected if it arrives.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tombstone {
-    /// What the DEL was for.
+    /// The attachment of the DEL.
     pub attachment: Attachment,
-    /// When the DEL came.
+    /// Time of the DEL.
     pub since: Timestamp,
-    /// When its plugin began, if it said so: an ADD that began later was not overtaken by it.
+    /// Start time of the DEL, if reported: an ADD that started later is not affected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub began: Option<Moment>,
-    /// When it is forgotten.
+    /// Expiry.
     pub until: Timestamp,
 }
 
-/// An address that was given back and is not given to anybody yet.
+/// An address that was released and is not available yet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quarantine {
-    /// The pool it belongs to.
+    /// Its pool.
     pub pool: String,
     /// The address.
     pub address: IpAddr,
     /// The generation of the lease that ended.
     pub generation: u64,
-    /// Who had it, for people.
+    /// The former owner, human-readable.
     pub last_holder: String,
-    /// When it was given back.
+    /// Time of the release.
     pub since: Timestamp,
-    /// When it becomes free.
+    /// When it becomes available.
     pub until: Timestamp,
 }
 
-/// The router address of a family, chosen once and kept over restarts (`ipam` 2.1.6).
+/// The router address of a family, chosen once and kept across restarts (`ipam` 2.1.6).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Router {
     /// The address.
     pub address: IpAddr,
-    /// When it was chosen.
+    /// Time of the choice.
     pub since: Timestamp,
 }
 
-/// One durable fact.
+/// A durable record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 #[expect(clippy::large_enum_variant, reason = "nearly all records are leases of pods")]
 pub enum Record {
     /// A pod's lease.
     Pod(PodLease),
-    /// A lease by owner text.
+    /// A lease with an owner string.
     Owner(OwnerLease),
-    /// A DEL that overtook its ADD.
+    /// A DEL that arrived before its ADD.
     Tombstone(Tombstone),
-    /// A resting address.
+    /// A quarantined address.
     Quarantine(Quarantine),
     /// A router address.
     Router(Router),
@@ -248,7 +248,7 @@ pub enum Record {
     Grant(Grant),
 }
 
-/// What a [`Record`] is stored under; a later record of the same key replaces the earlier.
+/// The key of a [`Record`]; a later record replaces an earlier one with the same key.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum RecordKey {
     /// Key of [`Record::Pod`]
@@ -278,17 +278,17 @@ impl fmt::Display for RecordKey {
     }
 }
 
-/// How the time that [`super::Leases`] is given relates to the times in its records.
+/// Relation between the clock of [`super::Leases`] and the times in its records.
 ///
-/// The clock of leases only ever goes forward while the machine is up (`clock` of the agent), whatever becomes of the
-/// wall clock. It cannot be carried over a reboot: how long the machine was off is told by the wall clock alone, which
-/// may be years behind until the network is there.
+/// The clock of leases never goes back while the machine is up (`clock` of the agent), whatever happens to the wall
+/// clock. It does not continue across a reboot: only the wall clock knows how long the machine was off, and that may be
+/// years behind until the network is up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordTimes {
-    /// The records were written by this clock: what was left to wait is left now.
+    /// The records were written with this clock: the remaining times hold.
     Continue,
-    /// They were written by another clock, and how long ago is unknown: every waiting begins anew, with its whole time.
-    /// So none ends early, and none takes longer than its time from here on.
+    /// The records were written with another clock: all timers restart with their full durations, so that none expires
+    /// early, and none lasts longer than its duration from now.
     BeginAnew,
 }
 
@@ -298,7 +298,7 @@ pub enum RecordError {
     /// Written by a build that says that this one would misread it.
     #[error("lease record of {0}")]
     Format(#[from] Unsupported),
-    /// Not what was written.
+    /// Invalid content.
     #[error("lease record is damaged: {0}")]
     Damaged(#[from] serde_json::Error),
 }
@@ -340,8 +340,8 @@ impl Record {
         }
     }
 
-    /// Adjusts the end of what the record waits for to the clock of now, and says whether that changed anything. A
-    /// waiting never gets longer than its whole time, whatever the record says.
+    /// Adjusts the expiry of the record to the current clock, and returns whether it changed. A timer never exceeds its
+    /// full duration, whatever the record contains.
     pub(super) fn wait_again(&mut self, timings: &Timings, times: RecordTimes, now: Timestamp) -> bool {
         let (since, until, whole) = match self {
             Self::Pod(PodLease { state: LeaseState::Provisional { since, expires }, .. }) => {

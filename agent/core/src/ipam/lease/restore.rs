@@ -1,4 +1,4 @@
-//! The state machine from its records, and from what the node was granted.
+//! Restores the state machine from its records and the node's configuration.
 
 use super::error::Finding;
 use super::journal::{Change, Outcome};
@@ -13,44 +13,44 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-/// An address of the pod CIDR that no pod may have.
+/// An address of the pod CIDR that must not be allocated to pods.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exclusion {
-    /// The address; outside the pod CIDR it has no effect.
+    /// The address; no effect outside the pod CIDR.
     pub address: IpAddr,
-    /// What it is kept for, such as `node-ip`.
+    /// Its use, such as `node-ip`.
     pub label: String,
 }
 
 /// What lies around the pods on this node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Surroundings {
-    /// Addresses that no pod may have.
+    /// Addresses that must not be allocated to pods.
     pub exclusions: Vec<Exclusion>,
-    /// `local-router-ipv4` and `-ipv6`: used as they are, inside or outside the pod CIDR.
+    /// `local-router-ipv4` and `-ipv6`: used unchanged, inside or outside the pod CIDR.
     pub configured_router: Addresses,
-    /// Router addresses seen elsewhere than in our own records, the most trusted first: the host's device before
-    /// `CiliumInternalIP` of the CiliumNode.
+    /// Router addresses found outside our records, the most trusted first: the host's device before `CiliumInternalIP`
+    /// of the CiliumNode.
     pub seen_routers: Vec<Addresses>,
 }
 
 /// What became of a [`Supply`] that was handed over.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Accepted {
-    /// What should be known.
+    /// Findings to report.
     pub findings: Vec<Finding>,
     /// Pod CIDRs that the new supply leaves out and that something still holds addresses of: they stay granted, and drain.
     pub still_held: Vec<IpNet>,
 }
 
-/// A [`Leases`] made from records.
+/// Restored [`Leases`].
 #[derive(Debug)]
 pub struct Restored {
     /// The state machine.
     pub leases: Leases,
-    /// What should be known.
+    /// Findings to report.
     pub findings: Vec<Finding>,
-    /// To be written before the first answer leaves.
+    /// To be written before the first answer is sent.
     pub changes: Vec<Change>,
 }
 
@@ -124,7 +124,7 @@ impl Leases {
         Restored { leases, findings, changes }
     }
 
-    /// The youngest lease of an address wins; an address with a holder does not rest.
+    /// The youngest lease of an address wins; an allocated address is not quarantined.
     fn restore_holders(&mut self, mut holders: Vec<Record>, findings: &mut Vec<Finding>, changes: &mut Vec<Change>) {
         let generation = |record: &Record| match record {
             Record::Pod(lease) => lease.generation,
@@ -178,7 +178,8 @@ impl Leases {
         let mut changes = self.expire(now);
         let mut findings = Vec::new();
         let (supply, still_held) = self.keep_held(supply);
-        // Plugins that get their addresses from us put the gateway on devices of their own. It is the router's still.
+        // Other plugins that use us for IPAM configure the gateway address on their own devices. It remains the
+        // router's.
         surroundings
             .exclusions
             .retain(|exclusion| self.router.values().all(|router| router.address != exclusion.address));

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 impl Leases {
-    /// Configured, else kept from our records, else as seen elsewhere, else drawn.
+    /// Chooses the configured address, else the recorded one, else one found elsewhere, else a random one.
     pub(super) fn choose_router(
         &mut self,
         family: Family,
@@ -75,7 +75,7 @@ impl Leases {
                 return;
             }
         };
-        // Free a moment ago, so this is not refused.
+        // It was free just now, so this cannot be refused.
         let excluded = self.pools.with(address).map_or(Ok(()), |allocator| allocator.exclude(address, ROUTER));
         if let Err(reason) = excluded {
             findings.push(Finding::NoRouter { reason });

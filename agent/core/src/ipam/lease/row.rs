@@ -1,4 +1,4 @@
-//! Every address that is not free, for `cistern ip list`.
+//! All addresses that are not free, for `cistern ip list`.
 
 use super::record::{LeaseState, Pod};
 use super::{DEFAULT_POOL, Exclusion, Leases, ROUTER};
@@ -7,19 +7,19 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::IpAddr;
 
-/// What an address is doing, for `cistern ip list`.
+/// State of an address, for `cistern ip list`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RowState {
-    /// Given to a pod whose interface is not confirmed.
+    /// Allocated to a pod whose interface is not confirmed.
     Provisional,
     /// In use by a pod.
     Confirmed,
-    /// Given through the calls by owner text.
+    /// Allocated through the calls with an owner string.
     Owner,
-    /// Resting between two holders.
+    /// Quarantined after a release.
     Quarantined,
-    /// Kept for the router or another address of the node.
+    /// Reserved for the router or another address of the node.
     Reserved,
 }
 
@@ -42,25 +42,25 @@ pub struct Row {
     pub address: IpAddr,
     /// Its pool.
     pub pool: String,
-    /// What it is doing.
+    /// Its state.
     pub state: RowState,
-    /// Attachment, owner text or label.
+    /// Attachment, owner string or label.
     pub holder: String,
-    /// The pod, where known.
+    /// The pod, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<Pod>,
-    /// Since when, where known.
+    /// Start of this state, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<Timestamp>,
-    /// When this ends by itself, if it does.
+    /// End of this state, if it expires.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub until: Option<Timestamp>,
-    /// Why it is not free, for people.
+    /// Why it is not free, human-readable.
     pub why: String,
 }
 
 impl Leases {
-    /// Every address that is not free, by address.
+    /// All addresses that are not free, by address.
     #[must_use]
     pub fn snapshot(&self) -> Vec<Row> {
         let mut rows = Vec::new();
@@ -70,7 +70,7 @@ impl Leases {
                     RowState::Provisional,
                     *since,
                     Some(*expires),
-                    "given; its interface is not confirmed yet".to_owned(),
+                    "allocated; its interface is not confirmed yet".to_owned(),
                 ),
                 LeaseState::Confirmed { since, interface } => {
                     (RowState::Confirmed, *since, None, format!("in use behind {interface}"))
@@ -95,7 +95,7 @@ impl Leases {
             pod: None,
             since: Some(lease.since),
             until: lease.expiration.as_ref().map(|timer| timer.at),
-            why: "given through the API by owner".to_owned(),
+            why: "allocated through the API by owner".to_owned(),
         }));
         rows.extend(self.resting.values().map(|quarantine| Row {
             address: quarantine.address,
@@ -105,7 +105,7 @@ impl Leases {
             pod: None,
             since: Some(quarantine.since),
             until: Some(quarantine.until),
-            why: "given back; rests before it is given again".to_owned(),
+            why: "released; quarantined before it is reallocated".to_owned(),
         }));
         let reserved = |address: IpAddr, label: &str, since: Option<Timestamp>| Row {
             address,

@@ -75,11 +75,11 @@ fn pair(index: u32) -> Interface {
     Interface { host_ifname: format!("cst{index}"), host_ifindex: index, mac: "02:00:00:00:00:01".to_owned() }
 }
 
-fn interface(index: u32) -> Behind {
-    Behind::Pair(pair(index))
+fn interface(index: u32) -> PodAttachment {
+    PodAttachment::Pair(pair(index))
 }
 
-/// The lease task of an agent with its disk: every change is written before an answer is looked at.
+/// The lease task of an agent with its disk: every change is written before an answer is used.
 struct Agent {
     leases: Leases,
     disk: BTreeMap<RecordKey, String>,
@@ -159,7 +159,7 @@ fn an_address_is_provisional_then_confirmed_and_survives_a_restart_unchanged() {
     assert_eq!((again.lease.addresses, again.lease.generation), (first.lease.addresses, first.lease.generation));
     assert!(matches!(again.lease.state, LeaseState::Provisional { expires, .. } if expires == at(605)));
     let confirmed = agent.confirm("c1", first.lease.generation, at(6)).unwrap();
-    // The same word again writes nothing.
+    // A repeated confirmation writes nothing.
     let outcome = agent.leases.confirm(&attachment("c1"), first.lease.generation, interface(7), None, at(7));
     assert_eq!((outcome.answer.as_ref(), outcome.changes.len()), (Ok(&confirmed), 0));
     let agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(10_000));
@@ -169,7 +169,7 @@ fn an_address_is_provisional_then_confirmed_and_survives_a_restart_unchanged() {
 }
 
 #[test]
-fn confirming_what_is_not_held_or_held_anew_is_refused() {
+fn confirming_an_absent_or_another_lease_is_refused() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     assert!(matches!(agent.confirm("c1", 1, at(0)), Err(ConfirmError::NoLease { .. })));
     let first = agent.add(request("c1", "u1"), at(0)).unwrap().lease;
@@ -199,7 +199,7 @@ fn without_a_pod_cidr_an_add_waits_and_everything_else_works() {
     agent.done(outcome);
     let lease = agent.add(request("c2", "u1"), at(3)).unwrap().lease;
     agent.confirm("c2", lease.generation, at(4)).unwrap();
-    // After a restart without the API the leases are there; only new ones wait.
+    // After a restart without the API server the leases exist; only new ones wait.
     let mut agent = Agent::restart(agent.disk, Network::default(), at(5));
     assert!(agent.leases.check(&attachment("c2"), at(5)).is_some());
     assert!(agent.add(request("c2", "u1"), at(6)).is_ok());
@@ -208,7 +208,7 @@ fn without_a_pod_cidr_an_add_waits_and_everything_else_works() {
 }
 
 #[test]
-fn an_exhausted_pool_says_its_numbers() {
+fn an_exhausted_pool_reports_its_counts() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     for index in 0..13 {
         agent.add(request(index, &format!("u{index}")), at(0)).unwrap();
@@ -217,20 +217,21 @@ fn an_exhausted_pool_says_its_numbers() {
     assert_eq!((error.reason(), error.class()), ("pool-exhausted", ErrorClass::Transient));
     let text = error.to_string();
     assert!(text.contains("14 usable addresses, 13 in use, 1 reserved, 0 in quarantine"), "{text}");
-    // Unconfirmed leases end by themselves.
+    // Unconfirmed leases expire.
     assert!(agent.add(request("x", "ux"), at(599)).is_err());
     assert_eq!(agent.leases.next_deadline(), Some(at(600)));
     assert!(agent.add(request("x", "ux"), at(600)).is_ok());
     assert_eq!(agent.usage(), Usage { size: 14, used: 1, reserved: 1, quarantined: 12 });
 }
 
-// A DEL waits while there is no agent. The agent is back, and an ADD for the same container comes before the DEL's turn.
+// A DEL is queued without an agent. The agent is restarted, and an ADD for the same container is processed before the
+// DEL.
 #[test]
-fn a_del_that_waited_ends_no_lease_that_was_asked_for_after_it() {
+fn a_queued_del_does_not_release_a_lease_requested_later() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     let first = agent.add(begun(moment(BOOT, 10)), at(10)).unwrap().lease;
     agent.confirm("c1", first.generation, at(11)).unwrap();
-    // Asked for again: it is the same lease, of an ADD that knows of the DEL.
+    // Requested again: it is the same lease, of an ADD that started after the DEL.
     let again = agent.add(begun(moment(BOOT, 21)), at(22)).unwrap().lease;
     assert_eq!(again.addresses, first.addresses);
     let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(23));
@@ -238,16 +239,17 @@ fn a_del_that_waited_ends_no_lease_that_was_asked_for_after_it() {
     agent.confirm("c1", again.generation, at(24)).unwrap();
     assert_eq!(agent.del_begun(moment(BOOT, 20), at(25)), None);
     assert_eq!(agent.usage().used, 1);
-    // A DEL of that lease, and one after an ADD that began before it and came late.
+    // A DEL of that lease, and one after an ADD that started before it and arrived late.
     assert!(agent.del_begun(moment(BOOT, 30), at(40)).is_some());
     agent.add(begun(moment(BOOT, 29)), at(41)).unwrap();
     assert!(agent.del_begun(moment(BOOT, 30), at(42)).is_some());
     assert_eq!(agent.usage().used, 0);
 }
 
-// The ADD that asked again is killed between its lease and its confirmation, when the DEL before it has had its turn.
+// The ADD that requested it again is killed between its lease and its confirmation, after the earlier DEL was
+// processed.
 #[test]
-fn an_add_that_asked_again_and_was_never_finished_ends_by_itself_as_any_other() {
+fn a_repeated_add_that_was_not_completed_expires_like_any_other() {
     let asked_again = || {
         let mut agent = Agent::start(network("10.66.1.16/28"));
         let lease = agent.add(begun(moment(BOOT, 10)), at(10)).unwrap().lease;
@@ -265,16 +267,16 @@ fn an_add_that_asked_again_and_was_never_finished_ends_by_itself_as_any_other() 
     let confirmed = agent.confirm("c1", generation, at(25)).unwrap();
     assert_eq!(agent.del_begun(moment(BOOT, 20), at(26)), None);
     assert_eq!(agent.leases.check(&attachment("c1"), at(9_999)), Some(&confirmed));
-    // Confirmed before that DEL has its turn, behind the same interface.
+    // Confirmed before that DEL is processed, with the same interface.
     let (mut agent, generation) = asked_again();
     let confirmed = agent.confirm("c1", generation, at(23)).unwrap();
     assert_eq!(agent.del_begun(moment(BOOT, 20), at(24)), None);
     assert_eq!(agent.leases.check(&attachment("c1"), at(9_999)), Some(&confirmed));
 }
 
-// The call of an ADD that gave up long ago is carried out behind that of the next.
+// The call of an ADD that timed out long ago is executed after that of the next.
 #[test]
-fn an_add_that_comes_late_does_not_make_its_lease_older() {
+fn a_late_add_does_not_make_its_lease_older() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     agent.add(begun(moment(BOOT, 21)), at(22)).unwrap();
     let late = agent.add(begun(moment(BOOT, 10)), at(23)).unwrap().lease;
@@ -290,13 +292,13 @@ fn an_add_that_comes_late_does_not_make_its_lease_older() {
     assert_eq!(agent.usage().used, 1);
 }
 
-// The wall clock is years ahead in one boot and years behind in the next, and a DEL waits over the reboot.
+// The wall clock is years ahead in one boot and years behind in the next, and a DEL is queued across the reboot.
 #[test]
-fn what_a_del_ends_does_not_follow_from_what_clocks_say() {
+fn the_effect_of_a_del_is_independent_of_the_wall_clock() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     agent.add(begun(moment("before", 900)), at(1_000_000)).unwrap();
     let restore = |agent: Agent| Agent::restore(agent.disk, network("10.66.1.16/28"), RecordTimes::BeginAnew, at(-9));
-    // Its namespace was made again before the agent came, so it was not dropped.
+    // Its namespace was recreated before the agent started, so it was not dropped.
     let mut agent = restore(agent);
     assert!(agent.del_begun(moment("before", 901), at(-8)).is_some());
     agent.add(begun(moment("before", 902)), at(-7)).unwrap();
@@ -318,14 +320,14 @@ fn a_del_that_overtakes_its_add_makes_that_add_fail_and_no_later_one() {
     assert_eq!((error.reason(), error.class()), ("overtaken-by-del", ErrorClass::Permanent));
     assert!(agent.add(begun(moment(BOOT, 10)), at(12)).is_err());
     assert_eq!(agent.usage().used, 0);
-    // An earlier DEL that had waited makes it no older.
+    // An earlier queued DEL does not make it older.
     agent.del_begun(moment(BOOT, 8), at(12));
     assert!(agent.add(begun(moment(BOOT, 9)), at(12)).is_err());
-    // The runtime attaches the container again, knowing of its DEL, while that waits for an agent.
+    // The runtime attaches the container again, knowing of its DEL, while that is queued.
     assert!(agent.add(begun(moment(BOOT, 11)), at(13)).is_ok());
     assert!(!agent.disk.contains_key(&RecordKey::Tombstone(attachment("c1"))));
     assert!(agent.add(request("c1", "u1"), at(14)).is_ok());
-    // Of plugins that do not say when they began the tombstone counts until it is forgotten.
+    // For plugins that do not report their start time the tombstone counts until it expires.
     agent.del("c9", at(20));
     assert!(agent.add(request("c9", "u9"), at(79)).is_err());
     assert!(agent.add(request("c9", "u9"), at(80)).is_ok());
@@ -341,7 +343,7 @@ fn a_repeated_del_never_takes_the_address_from_the_pod_that_has_it_now() {
     let old = agent.add(request("old", "u1"), at(0)).unwrap();
     agent.confirm("old", old.lease.generation, at(1)).unwrap();
     assert!(agent.del("old", at(2)).is_some());
-    // The pool is otherwise empty, so the address goes on at once.
+    // No other address is free, so the address is reallocated at once.
     let new = agent.add(request("new", "u2"), at(3)).unwrap();
     assert_eq!(address(&new), address(&old));
     let confirmed = agent.confirm("new", new.lease.generation, at(4)).unwrap();
@@ -389,14 +391,14 @@ fn only_an_older_sandbox_of_the_same_uid_and_interface_without_namespace_is_supe
     agent.done(outcome).unwrap();
     let left: Vec<String> = agent.leases.pods().map(|lease| lease.attachment.to_string()).collect();
     assert_eq!(left, ["a/net1", "b/eth0", "c/eth0", "d/eth0", "e/eth0", "new/eth0"]);
-    // Without a UID nothing is superseded, whatever is gone.
+    // Without a UID nothing is superseded.
     let outcome = agent.leases.add(AddRequest { pod: None, ..request("last", "") }, |_| false, at(2), 4);
     agent.done(outcome).unwrap();
     assert_eq!(agent.leases.pods().count(), 7);
 }
 
 #[test]
-fn an_address_rests_over_a_restart_and_is_free_after() {
+fn an_address_is_quarantined_across_a_restart_and_free_afterwards() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     let lease = agent.add(request("c1", "u1"), at(0)).unwrap();
     agent.del("c1", at(1));
@@ -410,7 +412,7 @@ fn an_address_rests_over_a_restart_and_is_free_after() {
 }
 
 #[test]
-fn a_clock_that_was_set_back_keeps_nothing_away_for_longer_than_its_time() {
+fn a_clock_that_was_set_back_does_not_prolong_timers() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     agent.add(request("c1", "u1"), at(1_000_000)).unwrap();
     agent.add(request("c2", "u2"), at(1_000_000)).unwrap();
@@ -425,7 +427,7 @@ fn a_clock_that_was_set_back_keeps_nothing_away_for_longer_than_its_time() {
 }
 
 #[test]
-fn after_a_reboot_every_waiting_takes_its_whole_time_however_far_the_clock_was_set() {
+fn after_a_reboot_all_timers_restart_with_any_clock() {
     const YEAR: i64 = 31_536_000;
     for jump in [-20 * YEAR, -100, 0, 5, 20 * YEAR] {
         let mut agent = Agent::start(network("10.66.1.16/28"));
@@ -437,7 +439,7 @@ fn after_a_reboot_every_waiting_takes_its_whole_time_however_far_the_clock_was_s
         agent.done(outcome).unwrap();
         let boot = |second| at(10 + jump + second);
         let agent = Agent::restore(agent.disk, network("10.66.1.16/28"), RecordTimes::BeginAnew, boot(0));
-        // The agent is restarted right after: what was begun anew is on disk.
+        // The agent is restarted right after: the restarted timers are on disk.
         let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), boot(20));
         assert_eq!(agent.usage(), Usage { size: 14, used: 2, reserved: 1, quarantined: 1 }, "{jump}");
         agent.leases.expire(boot(29));
@@ -472,7 +474,7 @@ fn on_a_full_disk_removals_are_done_and_records_follow_when_there_is_space() {
     owed.extend(agent.leases.add(request("c", "c"), |_| true, at(1), 4).changes);
     assert_eq!(owed.write(|change| full(&mut disk, change)), Err("no space"));
     assert!(owed.owes(&RecordKey::Pod(attachment("c"))));
-    // Asked for again and again, no more is owed.
+    // Repeated requests do not accumulate pending changes.
     for second in 2..50 {
         owed.extend(agent.leases.add(request("c", "c"), |_| true, at(second), 4).changes);
         assert_eq!((owed.write(|change| full(&mut disk, change)), owed.len()), (Err("no space"), 1));
@@ -480,7 +482,7 @@ fn on_a_full_disk_removals_are_done_and_records_follow_when_there_is_space() {
     owed.extend(agent.leases.del(&attachment("a"), None, at(50)).changes);
     assert!(owed.write(|change| full(&mut disk, change)).is_err());
     assert!(!disk.contains_key(&RecordKey::Pod(attachment("a"))) && !owed.owes(&RecordKey::Pod(attachment("a"))));
-    // The ADD that failed is given up: nothing of it is owed but the rest of its address.
+    // The failed ADD is reverted: only the quarantine of its address is pending.
     owed.extend(agent.leases.del(&attachment("c"), None, at(51)).changes);
     assert!(owed.write(|change| full(&mut disk, change)).is_err());
     assert_eq!(owed.len(), 2, "{owed:?}");
@@ -493,7 +495,7 @@ fn on_a_full_disk_removals_are_done_and_records_follow_when_there_is_space() {
         Ok(())
     );
     assert!(owed.is_empty() && written.iter().all(|key| matches!(key, RecordKey::Quarantine(_))), "{written:?}");
-    // One removal makes space for one record.
+    // A removal frees space for a record.
     let mut space = 0;
     owed.extend(agent.leases.del(&attachment("b"), None, at(52)).changes);
     assert_eq!(
@@ -532,7 +534,7 @@ fn leases_keep_their_addresses_when_the_pod_cidr_changes() {
     assert!(inside.contains(&fresh.lease.addresses.ipv4.unwrap()));
     assert_eq!(agent.add(request("old", "u1"), at(4)).unwrap().lease.addresses, old.lease.addresses);
     assert_eq!(agent.del("old", at(5)).unwrap().addresses, old.lease.addresses);
-    // Back again within the rest: the address still rests, and the live lease is booked.
+    // Switched back during the quarantine: the address is still quarantined, and the lease is allocated.
     let outcome = agent.leases.set_network(network("10.66.1.16/28"), at(6), 3);
     agent.done(outcome);
     assert_eq!(agent.usage(), Usage { size: 14, used: 0, reserved: 1, quarantined: 1 });
@@ -547,11 +549,11 @@ fn the_router_address_is_kept_from_our_records_then_from_elsewhere_and_else_draw
         seen_routers: list.iter().map(|text| routers(text)).collect(),
         ..network("10.66.1.16/28")
     };
-    // From elsewhere: the first that fits.
+    // From elsewhere: the first suitable one.
     let agent = Agent::start(seen(&["10.66.1.20", "10.66.1.21"]));
     assert_eq!(agent.leases.router(), routers("10.66.1.20"));
     assert_eq!(agent.findings, [Finding::RouterMismatch { used: ip("10.66.1.20"), other: ip("10.66.1.21") }]);
-    // Our record counts more.
+    // Our record has precedence.
     let agent = Agent::restart(agent.disk, seen(&["10.66.1.25"]), at(1));
     assert_eq!(agent.leases.router(), routers("10.66.1.20"));
     assert_eq!(agent.findings, [Finding::RouterMismatch { used: ip("10.66.1.20"), other: ip("10.66.1.25") }]);
@@ -559,7 +561,7 @@ fn the_router_address_is_kept_from_our_records_then_from_elsewhere_and_else_draw
     let agent = Agent::start(seen(&["10.9.9.9"]));
     let [Finding::RouterReplaced { old, new, .. }] = &agent.findings[..] else { panic!("{:?}", agent.findings) };
     assert_eq!((*old, Some(*new)), (ip("10.9.9.9"), agent.leases.router().iter().next()));
-    // A live pod's address counts more than the router's.
+    // A running pod's address has precedence over the router's.
     let mut agent = Agent::start(network("10.66.1.16/28"));
     let lease = agent.add(request("c1", "u1"), at(0)).unwrap();
     let mut disk = agent.disk.clone();
@@ -567,7 +569,7 @@ fn the_router_address_is_kept_from_our_records_then_from_elsewhere_and_else_draw
     let agent = Agent::restart(disk, seen(&[&address(&lease).to_string()]), at(1));
     assert_ne!(agent.leases.router().iter().next(), Some(address(&lease)));
     assert!(matches!(&agent.findings[..], [Finding::RouterReplaced { .. }]), "{:?}", agent.findings);
-    // Configured: as it is, inside or outside.
+    // Configured: used unchanged, inside or outside.
     let configured = |text: &str| Network { configured_router: routers(text), ..network("10.66.1.16/28") };
     let agent = Agent::start(configured("169.254.23.0"));
     assert_eq!((agent.leases.router(), agent.findings.len()), (routers("169.254.23.0"), 0));
@@ -581,7 +583,7 @@ fn the_router_address_is_kept_from_our_records_then_from_elsewhere_and_else_draw
 fn a_router_address_is_found_as_soon_as_one_is_free() {
     let mut agent = Agent::start(network("10.66.1.4/31"));
     let lease = agent.add(request("c1", "u1"), at(0)).unwrap();
-    // The next pod CIDR is just the pod's own address.
+    // The next pod CIDR consists of the pod's own address.
     let narrow =
         Network { ipv4: Some(Ipv4Net::new(lease.lease.addresses.ipv4.unwrap(), 32).unwrap()), ..Network::default() };
     let outcome = agent.leases.set_network(narrow, at(1), 0);
@@ -610,7 +612,7 @@ fn an_excluded_address_that_a_pod_has_is_excluded_when_the_pod_ends() {
 }
 
 #[test]
-fn a_reason_to_hold_back_stops_new_addresses_only() {
+fn suspending_allocation_only_affects_new_addresses() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     let lease = agent.add(request("c1", "u1"), at(0)).unwrap().lease;
     agent.leases.hold_back(Some("node-b lists the same block".to_owned()));
@@ -624,7 +626,7 @@ fn a_reason_to_hold_back_stops_new_addresses_only() {
 }
 
 #[test]
-fn collecting_ends_what_is_not_valid_and_a_reboot_what_has_no_namespace() {
+fn gc_releases_invalid_leases_and_a_reboot_those_without_namespace() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     for container in ["a", "b", "c"] {
         agent.add(request(container, container), at(0)).unwrap();
@@ -662,7 +664,7 @@ fn collecting_leaves_what_was_asked_for_since_it_began() {
 }
 
 #[test]
-fn the_gateway_on_a_bridge_of_another_plugin_is_the_routers_still() {
+fn the_gateway_on_a_bridge_of_another_plugin_remains_the_router_s() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     let router = agent.leases.router();
     let address = router.ipv4.unwrap().into();
@@ -693,7 +695,7 @@ fn dual() -> Network {
 
 // case: ipam P1
 #[test]
-fn a_request_by_owner_without_family_gives_one_of_each_with_their_timers() {
+fn a_request_by_owner_without_family_allocates_one_of_each_with_timers() {
     let mut agent = Agent::start(dual());
     let outcome = agent.leases.allocate_for_owner(owner_request(None, true), at(0), 5);
     let leases = agent.done(outcome).unwrap();
@@ -709,7 +711,7 @@ fn a_request_by_owner_without_family_gives_one_of_each_with_their_timers() {
     unknown.pool = Some("gold".to_owned());
     let outcome = agent.leases.allocate_for_owner(unknown, at(0), 5);
     assert_eq!(agent.done(outcome), Err(OwnerError::UnknownPool { pool: "gold".to_owned() }));
-    // A pod gets one of each too.
+    // A pod gets one of each, too.
     let pod = agent.add(request("c1", "u1"), at(0)).unwrap();
     assert!(pod.lease.addresses.ipv4.is_some() && pod.lease.addresses.ipv6.is_some());
     assert!(pod.router.ipv4.is_some() && pod.router.ipv6.is_some());
@@ -717,7 +719,7 @@ fn a_request_by_owner_without_family_gives_one_of_each_with_their_timers() {
 
 // case: ipam P2
 #[test]
-fn exhaustion_by_owner_says_its_numbers_and_keeps_nothing() {
+fn exhaustion_by_owner_reports_the_counts_and_allocates_nothing() {
     let mut agent = Agent::start(Network { ipv4: Some("10.66.1.4/31".parse().unwrap()), ..dual() });
     let outcome = agent.leases.allocate_for_owner(owner_request(None, false), at(0), 5);
     agent.done(outcome).unwrap();
@@ -731,7 +733,7 @@ fn exhaustion_by_owner_says_its_numbers_and_keeps_nothing() {
 
 // case: ipam P3
 #[test]
-fn giving_back_by_address_touches_only_what_was_given_by_owner() {
+fn releasing_by_address_only_affects_allocations_by_owner() {
     let mut agent = Agent::start(dual());
     let pod = agent.add(request("c1", "u1"), at(0)).unwrap();
     let outcome = agent.leases.release_for_owner(address(&pod), "default", at(1));
@@ -759,12 +761,12 @@ fn giving_back_by_address_touches_only_what_was_given_by_owner() {
     let outcome = agent.leases.release_for_owner(free, "default", at(3));
     assert_eq!(agent.done(outcome).unwrap().owner, "ns/other");
     let outcome = agent.leases.release_for_owner(free, "default", at(4));
-    assert!(agent.done(outcome).is_err(), "given back already");
+    assert!(agent.done(outcome).is_err(), "released already");
 }
 
 // case: ipam P5
 #[test]
-fn a_timer_gives_the_address_back_unless_its_uuid_stopped_it() {
+fn a_timer_releases_the_address_unless_its_uuid_stopped_it() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     let mut allocate = |uuid: &str| {
         let mut request = owner_request(None, true);
@@ -773,7 +775,7 @@ fn a_timer_gives_the_address_back_unless_its_uuid_stopped_it() {
         agent.done(outcome).unwrap().remove(0).address
     };
     let (kept, lost) = (allocate("right"), allocate("other"));
-    // Timers outlive the agent.
+    // Timers survive a restart of the agent.
     let mut agent = Agent::restart(agent.disk, network("10.66.1.16/28"), at(10));
     let mut stop = |address, pool: &str, uuid: &str| {
         let outcome = agent.leases.stop_expiration(address, pool, uuid, at(11));
@@ -811,7 +813,7 @@ fn of_two_recorded_holders_the_younger_is_kept_and_the_other_reported() {
 }
 
 #[test]
-fn records_read_as_written_and_others_are_refused_by_name() {
+fn records_are_read_as_written_and_other_formats_are_rejected() {
     let mut agent = Agent::start(dual());
     let lease = agent.add(request("c1", "u1"), at(0)).unwrap().lease;
     agent.confirm("c1", lease.generation, at(1)).unwrap();
@@ -910,7 +912,7 @@ fn a_pod_without_a_record_that_the_datapath_knows_keeps_its_address_until_the_re
 }
 
 #[test]
-fn the_snapshot_says_of_each_address_why_it_is_not_free() {
+fn the_snapshot_has_a_reason_for_each_address() {
     let mut agent = Agent::start(Network {
         exclusions: vec![
             Exclusion { address: ip("10.66.1.20"), label: "node-ip".to_owned() },
@@ -944,8 +946,8 @@ fn the_snapshot_says_of_each_address_why_it_is_not_free() {
     assert_eq!((confirmed.since, confirmed.until, confirmed.why.as_str()), (Some(at(1)), None, "in use behind cst7"));
 }
 
-// What a runtime and pods see, against the state machine with a process that may end between any two writes, a disk that
-// may be full, a machine that may be rebooted, and a wall clock that may be anywhere after that.
+// Calls of a runtime and of pods against the state machine, with a process that may terminate between any two writes, a
+// disk that may be full, a machine that may be rebooted, and an arbitrary wall clock afterwards.
 
 #[derive(Debug, Clone)]
 enum Step {
@@ -958,7 +960,7 @@ enum Step {
     Del {
         sandbox: u8,
     },
-    /// The sandbox's namespace and device vanish without a DEL.
+    /// The sandbox's namespace and device are lost without a DEL.
     Vanish {
         sandbox: u8,
     },
@@ -982,13 +984,13 @@ enum Step {
     Disk {
         full: bool,
     },
-    /// Every namespace is gone, and the clock reads anything.
+    /// All namespaces are lost, and the clock is arbitrary.
     Reboot {
         second: i64,
     },
 }
 
-/// The first is extended by the second, which the third shrinks to its other half; the last is elsewhere.
+/// The second extends the first, the third is the other half of the second; the last is elsewhere.
 const CIDRS: [&str; 4] = ["10.66.1.16/29", "10.66.1.16/28", "10.66.1.24/29", "10.99.0.0/29"];
 
 const DECADE: i64 = 315_360_000;
@@ -1009,7 +1011,7 @@ fn steps() -> impl Strategy<Value = Vec<(Step, Option<u8>, u64)>> {
         1 => any::<bool>().prop_map(|full| Step::Disk { full }),
         1 => (-5 * DECADE..5 * DECADE).prop_map(|second| Step::Reboot { second }),
     ];
-    // With each step: after how many of its writes the process ends, if it does; and the draw.
+    // Per step: the number of writes after which the process terminates, if it does; and the draw.
     proptest::collection::vec((step, proptest::option::weighted(0.2, 0_u8..4), any::<u64>()), 1..60)
 }
 
@@ -1017,21 +1019,21 @@ fn device(sandbox: impl fmt::Display) -> String {
     format!("cst{sandbox:0>11}")
 }
 
-/// What was answered, and therefore must hold.
+/// What was answered, and must hold.
 #[derive(Default)]
 struct World {
-    /// Pods that were told an address, with the moment at which that ends unless confirmed.
+    /// Pods that got an address, with the expiry unless confirmed.
     live: BTreeMap<Attachment, (Addresses, u64, Option<Timestamp>)>,
-    /// Addresses that were given by owner, with the end of their timers.
+    /// Addresses allocated by owner, with the expiry of their timers.
     owned: BTreeMap<IpAddr, Option<Timestamp>>,
-    /// Namespaces that are there, and with them their devices.
+    /// Existing namespaces, and thereby devices.
     sandboxes: BTreeSet<String>,
-    /// Who held each address after the last step, and when an address was last given back.
+    /// The owner of each address after the last step, and when an address was last released.
     held: BTreeMap<IpAddr, String>,
     freed: BTreeMap<IpAddr, Timestamp>,
 }
 
-/// The agent's process with what is owed to its disk.
+/// The agent's process with its pending changes.
 struct Process {
     agent: Agent,
     owed: Owed,
@@ -1040,7 +1042,8 @@ struct Process {
 }
 
 impl Process {
-    /// Writes until nothing is owed, the disk refuses, or the process ends. Whether everything is written.
+    /// Writes until nothing is pending, the disk fails, or the process terminates. Returns whether everything is
+    /// written.
     fn write(&mut self, changes: Vec<Change>, mut left: Option<u8>) -> bool {
         self.owed.extend(changes);
         let (disk, full) = (&mut self.agent.disk, self.full);
@@ -1090,11 +1093,11 @@ proptest! {
             now = later(now, Duration::from_secs(1));
             // Twelve sandboxes of four pods.
             let request = |sandbox: u8| request(sandbox, &format!("u{}", sandbox % 4));
-            // What a restart can lose when the disk was full: records that were not written, of which nobody was told, and
-            // the rest of addresses whose leases were removed first.
+            // A restart with a full disk can lose: records that were not written, whose calls were not answered, and
+            // the quarantine of addresses whose leases were removed first.
             let can_lose = !process.owed.is_empty() || process.full;
             let leases = &mut process.agent.leases;
-            let mut told: Vec<PodLease> = Vec::new();
+            let mut answered: Vec<PodLease> = Vec::new();
             let mut owners: Vec<OwnerLease> = Vec::new();
             let mut stopped = None;
             let changes: Vec<Change> = match &step {
@@ -1102,19 +1105,19 @@ proptest! {
                     world.sandboxes.insert(format!("/run/netns/{sandbox}"));
                     let exists = |netns: &str| world.sandboxes.contains(netns);
                     let outcome = leases.add(request(*sandbox), exists, now, draw);
-                    told.extend(outcome.answer.map(|granted| granted.lease));
+                    answered.extend(outcome.answer.map(|granted| granted.lease));
                     outcome.changes
                 }
                 Step::Confirm { sandbox } => {
                     let attachment = attachment(sandbox);
                     let generation = world.live.get(&attachment).map_or(0, |(_, generation, _)| *generation);
-                    let interface = Behind::Pair(Interface { host_ifname: device(sandbox), ..pair(3) });
+                    let interface = PodAttachment::Pair(Interface { host_ifname: device(sandbox), ..pair(3) });
                     let outcome = leases.confirm(&attachment, generation, interface, None, now);
-                    told.extend(outcome.answer);
+                    answered.extend(outcome.answer);
                     outcome.changes
                 }
                 Step::Del { sandbox } => {
-                    // From here on the pod has no claim on the address, answered or not.
+                    // From here on the pod has no claim on the address, whether or not the call is answered.
                     world.live.remove(&attachment(sandbox));
                     world.sandboxes.remove(&format!("/run/netns/{sandbox}"));
                     leases.del(&attachment(sandbox), None, now).changes
@@ -1174,7 +1177,7 @@ proptest! {
                     now = at(*second);
                     world.live.clear();
                     world.sandboxes.clear();
-                    // Timers begin anew; which of those that had ended were seen to end is not known any more.
+                    // Timers restart; which of the expired ones were processed is unknown now.
                     world.owned.retain(|_, end| end.is_none());
                     let resting: Vec<IpAddr> = process.agent.leases.resting.keys().copied().collect();
                     world.freed.retain(|address, freed| resting.contains(address) && { *freed = now; true });
@@ -1184,7 +1187,7 @@ proptest! {
             };
             let durable = process.write(changes, crash);
             if crash.is_some() {
-                // The marker of the boot is set when what the reboot left is gone from the disk.
+                // The marker of the boot is set once the leases without namespace are removed from the disk.
                 let times = match step {
                     Step::Reboot { .. } => RecordTimes::BeginAnew,
                     _ => RecordTimes::Continue,
@@ -1198,7 +1201,7 @@ proptest! {
                 let two = findings.iter().find(|finding| matches!(finding, Finding::TwoHolders { .. }));
                 prop_assert!(two.is_none(), "{:?}", two);
             } else if durable {
-                for lease in told {
+                for lease in answered {
                     let expires = match lease.state {
                         LeaseState::Provisional { expires, .. } => Some(expires),
                         LeaseState::Confirmed { .. } => None,
@@ -1227,9 +1230,9 @@ proptest! {
             {
                 prop_assert!(!agent.disk.contains_key(&RecordKey::Pod(attachment(sandbox))));
             }
-            // What a full disk makes wait does not pile up.
+            // Pending changes do not accumulate.
             prop_assert!(process.owed.len() <= 44, "{:?}", process.owed);
-            // One owner for each address; the allocator agrees with the leases; nobody has the router's.
+            // Each address has one owner; the allocator agrees with the leases; the router's is not allocated.
             let mut seen = BTreeSet::new();
             for row in agent.leases.snapshot() {
                 prop_assert!(seen.insert(row.address), "{} twice", row.address);
@@ -1239,7 +1242,7 @@ proptest! {
             let resting = agent.leases.resting.keys().filter(|address| inside(address)).count();
             let usage = agent.usage();
             prop_assert_eq!((usage.used, usage.quarantined), (held as u64, resting as u64));
-            // Nobody gets an address that rests while another is free, whatever happened in between.
+            // A quarantined address is only reallocated if no other is free.
             let holders: BTreeMap<IpAddr, String> = agent.leases.holders().collect();
             for (address, holder) in &world.held {
                 if holders.get(address) != Some(holder) {
@@ -1257,7 +1260,7 @@ proptest! {
                 }
             }
             world.held = holders;
-            // The disk holds exactly what memory holds. Looked at in one step of eight, since reading it takes long.
+            // The disk has exactly the state in memory. Checked in one step of eight, because reading is slow.
             if process.owed.is_empty() && draw.is_multiple_of(8) {
                 let mut copy = Agent::restart(agent.disk.clone(), network(CIDRS[cidr]), now);
                 // A pod CIDR that drains is forgotten when the supply is handed over the next time.
@@ -1268,8 +1271,7 @@ proptest! {
                 prop_assert_eq!(format!("{:?}", copy.leases), format!("{:?}", agent.leases));
             }
         }
-        // Every pod vanishes, and nobody says so: what they held is free within the time that the module's
-        // documentation names.
+        // All pods are lost without a DEL: their addresses are free within the time in the module's documentation.
         process.full = false;
         for (_, address) in process.agent.leases.owners.keys().cloned().collect::<Vec<_>>() {
             let changes = process.agent.leases.release_for_owner(address, DEFAULT_POOL, now).changes;
@@ -1302,12 +1304,12 @@ proptest! {
     }
 }
 
-/// Histories of a run, each of up to 60 steps. `PROPTEST_CASES=100000` makes it longer.
+/// Number of histories per run, each of up to 60 steps. Set by `PROPTEST_CASES`.
 fn histories() -> u32 {
     ProptestConfig::default().cases.max(1_000)
 }
 
-/// What a runtime has done to one container: ADDs and DELs, one after the other, and what arrives of them.
+/// Operations of a runtime on a container: ADDs and DELs, sequentially, and their calls as they arrive.
 #[derive(Debug, Clone, Copy)]
 enum Call {
     Add,
@@ -1315,8 +1317,8 @@ enum Call {
     Del,
 }
 
-/// At most six operations (true: an ADD), each begun after the one before, and their calls in any order: some twice, as those
-/// of a plugin that gave up waiting are, and some of which the agent knows only after a restart.
+/// At most six operations (true: an ADD), each started after the previous one, and their calls in any order: some
+/// twice, as by a plugin that timed out, and some that the agent only receives after a restart.
 fn late_calls() -> impl Strategy<Value = (Vec<bool>, Vec<(usize, Call, bool)>)> {
     prop::collection::vec(any::<bool>(), 1..=6).prop_flat_map(|operations| {
         let calls = operations.iter().enumerate().flat_map(|(number, is_add)| {
@@ -1336,9 +1338,9 @@ fn late_calls() -> impl Strategy<Value = (Vec<bool>, Vec<(usize, Call, bool)>)> 
 }
 
 proptest! {
-    // The last word of the runtime counts, in whatever order its words arrive.
+    // The runtime's last operation counts, regardless of the order of arrival.
     #[test]
-    fn the_operation_that_began_last_counts_however_late_the_others_come((operations, calls) in late_calls()) {
+    fn the_operation_that_started_last_counts_however_late_the_others_arrive((operations, calls) in late_calls()) {
         let began = |number: usize| moment(BOOT, 10 + number as u64);
         let mut agent = Agent::start(network(CIDRS[0]));
         let mut generations: BTreeMap<usize, u64> = BTreeMap::new();
@@ -1367,7 +1369,7 @@ proptest! {
                     agent.del_begun(began(number), now);
                 }
             }
-            // Of a plugin whose container was deleted since nothing runs any more.
+            // No process of a plugin is left whose container was deleted since.
             if let Some(number) = confirm.filter(|number| last_del.is_none_or(|del| *number > del))
                 && let Some(generation) = generations.get(&number)
             {

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 /// Why an address is not free.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Booking {
-    /// Held by this owner.
+    /// Allocated to this owner.
     Held(String),
     /// Never allocated, under this label (`node-ip`, `router`).
     Excluded(String),

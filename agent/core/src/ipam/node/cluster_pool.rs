@@ -1,8 +1,8 @@
-//! Mode `cluster-pool`: the block that the node's CiliumNode lists (`ipam` 2.2.11, decision 11).
+//! Mode `cluster-pool`: the pod CIDR listed in the node's CiliumNode (`ipam` 2.2.11, decision 11).
 //!
-//! The operator gives a node its block by writing it there; people write there too, and a restored API server lists what
-//! was true once. A block in use stays in use while anything holds an address of it, and is listed as long: whoever gives
-//! blocks must see every one that pods have addresses of.
+//! The operator assigns a pod CIDR by writing it there. Administrators may edit the list, too, and a restored API
+//! server has an old one. A pod CIDR is served and listed while any of its addresses is allocated: the operator must
+//! know every pod CIDR that pods have addresses of.
 
 use super::{NodeInput, NodeMode, NodePlan, Observed, POD_CIDR_WAIT, PlanFinding};
 use crate::ip::Family;
@@ -14,8 +14,8 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 
-/// Annotation of a CiliumNode: the block that its agent listed there itself, because pods have addresses of it. It is
-/// written and taken away with the list, so that nobody need remember what was whose.
+/// Annotation of a CiliumNode: the pod CIDR that its agent listed itself, because pods have addresses of it. It is
+/// written and removed together with the list, so no other record is needed.
 pub const CLAIM: &str = "cistern.io/claimed-pod-cidr";
 
 /// The mode.
@@ -102,17 +102,17 @@ fn ipv4(addresses: &[IpAddr]) -> Vec<Ipv4Addr> {
     addresses.iter().filter_map(ipv4).collect()
 }
 
-/// The block that a node gives addresses from, with what must be remembered of it.
+/// The pod CIDR that the node serves, and its persistent state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Served {
-    /// The block, without host bits.
+    /// The pod CIDR, without host bits.
     pub block: Ipv4Net,
-    /// No address of it is given any more, so that it can be left.
+    /// Allocation from it has stopped, so that it can be released.
     pub leaving: bool,
-    /// UID of the Node that the block was last listed for.
+    /// UID of the Node that it was last listed for.
     pub node_uid: Option<String>,
-    /// The block was listed for this node since the agent started. One that was not may be somebody else's by now: the
-    /// machine may have been away for long.
+    /// The pod CIDR has been listed for this node since the agent started. Otherwise it may have been reassigned while
+    /// the machine was off.
     pub confirmed: bool,
 }
 
@@ -130,82 +130,82 @@ impl Served {
     }
 }
 
-/// What a CiliumNode says of blocks.
+/// The pod CIDRs of a CiliumNode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Listed<'a> {
     /// `spec.ipam.podCIDRs`
     pub pod_cidrs: &'a [String],
-    /// The block that [`CLAIM`] names.
+    /// The value of [`CLAIM`].
     pub claim: Option<Ipv4Net>,
-    /// The operator's verdict on what is listed, if it is a refusal.
+    /// The operator's verdict on the list, if it is a refusal.
     pub refusal: Option<&'a Verdict>,
-    /// The operator refuses what is listed, or refused an earlier list and has not judged this one yet.
+    /// The operator refuses the list, or refused an earlier list and has not judged this one yet.
     pub is_contested: bool,
 }
 
-/// What is chosen from.
+/// Input of the decision.
 #[derive(Debug, Clone, Copy)]
 pub struct Input<'a> {
     /// Name of the node.
     pub node: &'a str,
-    /// What is served now.
+    /// The pod CIDR served now.
     pub served: Option<&'a Served>,
-    /// Of the node's own CiliumNode, nothing where there is no such object; none before the API server has told.
+    /// The node's own CiliumNode, empty if it does not exist; `None` before the first list from the API server.
     pub listed: Option<Listed<'a>>,
-    /// Another CiliumNode lists the block that is served, or a part of it. Of no matter while it is held.
+    /// Another CiliumNode lists an overlapping pod CIDR. Irrelevant while `held`.
     pub taken: bool,
-    /// UID of the Node; none while it is not known, or there is none.
+    /// UID of the Node; `None` while it is unknown or does not exist.
     pub node_uid: Option<&'a str>,
-    /// Something may hold an address of the block that is served.
+    /// An address of the served pod CIDR may be allocated.
     pub held: bool,
-    /// Addresses that something holds outside of that block; none before the leases are read.
+    /// Allocated addresses outside that pod CIDR; `None` before the leases are loaded.
     pub beyond: Option<&'a [Ipv4Addr]>,
 }
 
-/// A list of blocks to write, and with it [`CLAIM`].
+/// The list to write, with [`CLAIM`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct List {
-    /// `spec.ipam.podCIDRs`. What others wrote there stays, whatever it is.
+    /// `spec.ipam.podCIDRs`. Foreign elements are preserved.
     pub pod_cidrs: Vec<String>,
-    /// The block that this node lists by itself.
+    /// The pod CIDR that this node lists itself.
     pub claim: Option<Ipv4Net>,
 }
 
-/// What to serve, and to list.
+/// The decision.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
-    /// What to give addresses from; none when there is nothing yet, or when what was served is somebody else's by now.
+    /// The pod CIDR to serve; `None` if there is none yet, or the previous one belongs to another node now.
     pub served: Option<Served>,
-    /// What the CiliumNode has to say, once this is served; without a block to serve, once no address of the former one
-    /// is given any more. None when it says so.
+    /// What to write to the CiliumNode once this is served; without a pod CIDR to serve, once allocation from the
+    /// former one has stopped. `None` if no change is needed.
     pub list: Option<List>,
-    /// What is waited for, or not as the CiliumNode says, with the fix.
+    /// Why no pod CIDR is served, or not the listed one, with the remedy.
     pub wait: Option<String>,
 }
 
-/// The IPv4 blocks of a list, without host bits, in their order. What cannot be read is the operator's to report.
+/// The IPv4 pod CIDRs of a list, without host bits, in order. The operator reports invalid elements.
 pub fn ipv4_blocks(listed: &[String]) -> impl Iterator<Item = Ipv4Net> + '_ {
     listed.iter().filter_map(|text| text.parse::<Ipv4Net>().ok()).map(|net| net.trunc())
 }
 
-/// A list without a block.
+/// The list without a pod CIDR.
 fn without(listed: &[String], block: Ipv4Net) -> List {
     let is = |text: &String| text.parse::<Ipv4Net>().is_ok_and(|net| net.trunc() == block);
     List { pod_cidrs: listed.iter().filter(|text| !is(text)).cloned().collect(), claim: None }
 }
 
-/// A list that names a block first.
+/// The list with a pod CIDR as first element.
 fn with(listed: &[String], block: Ipv4Net) -> List {
     let pod_cidrs = std::iter::once(block.to_string()).chain(listed.iter().cloned()).collect();
     List { pod_cidrs, claim: Some(block) }
 }
 
-/// Chooses between the block in use and what the CiliumNode lists.
+/// Decides between the served pod CIDR and the list of the CiliumNode.
 #[must_use]
 pub fn choose(input: &Input<'_>) -> Choice {
     let node = input.node;
     let Some(served) = input.served else { return first(input) };
-    // What is being left may have gone off the list already, and be another node's.
+    // A pod CIDR that is being released may be off the list already, and belong to another node.
     let Some(Listed { pod_cidrs, claim, refusal, is_contested }) = input.listed else {
         return Choice { served: Some(served.clone()), list: None, wait: None };
     };
@@ -214,7 +214,7 @@ pub fn choose(input: &Input<'_>) -> Choice {
     let block = served.block;
     let claim = claim.filter(|claim| blocks.contains(claim));
     let claimed = claim == Some(block);
-    // What this node listed itself and does not serve any more has to go from there.
+    // A former claim of this node must be removed from the list.
     let leftover = claim.filter(|claim| *claim != block);
     let others: Vec<Ipv4Net> =
         blocks.iter().copied().filter(|other| *other != block && Some(*other) != leftover).collect();
@@ -237,12 +237,12 @@ pub fn choose(input: &Input<'_>) -> Choice {
     let is_held =
         |leftover: &Ipv4Net| input.beyond.is_none_or(|beyond| beyond.iter().any(|held| leftover.contains(held)));
     let list = || {
-        // What is served in its place was refused with it: it is claimed, for the operator to accept.
+        // The replacement was refused together with the list: claim the served one, so that the operator can accept it.
         let claim = is_contested.then_some(block);
         leftover.filter(|leftover| !is_held(leftover)).map(|leftover| List { claim, ..without(pod_cidrs, leftover) })
     };
     let Some(other) = others.first().copied() else {
-        // What this node listed by itself, and was not given another block instead of, is accepted once it is heard of.
+        // A claim of this node that nothing replaced is accepted once the operator has seen it.
         let is_refused = refusal.is_some_and(|refusal| {
             refusal.refuses(IpNet::V4(block)) && (input.taken || (claimed && refusal.code != Code::Conflict))
         });
@@ -264,8 +264,8 @@ pub fn choose(input: &Input<'_>) -> Choice {
     move_to(other, input)
 }
 
-/// Nothing is served yet, or it is not known any more: then the block that something holds an address of is, listed or
-/// not, and of the size of those that are.
+/// No pod CIDR is served yet, or the state was lost: serve the one that allocated addresses belong to, listed or not,
+/// assuming the size of the listed ones.
 fn first(input: &Input<'_>) -> Choice {
     let blocks = || input.listed.into_iter().flat_map(|listed| ipv4_blocks(listed.pod_cidrs));
     let Some(beyond) = input.beyond else {
@@ -305,7 +305,7 @@ fn move_to(block: Ipv4Net, input: &Input<'_>) -> Choice {
 
 fn kept(node: &str, block: Ipv4Net, other: Ipv4Net) -> String {
     format!(
-        "CiliumNode {node:?} lists {other}, but {block} is in use and stays so: pods keep their addresses, new ones come from \
+        "CiliumNode {node:?} lists {other}, but {block} is in use: pods keep their addresses, new ones are allocated from \
          {block}, and it is listed, too. {other} is taken when nothing on this node holds an address any more: drain the \
          node to have it"
     )
@@ -319,7 +319,7 @@ fn lost(block: Ipv4Net) -> String {
     )
 }
 
-/// Whether a block was got for a Node that is another one than this.
+/// Whether a pod CIDR was listed for another Node than the current one.
 fn is_of_another(served: &Served, node_uid: Option<&str>) -> bool {
     served.node_uid.as_deref().zip(node_uid).is_some_and(|(then, now)| then != now)
 }
@@ -347,10 +347,10 @@ mod tests {
         Verdict { code, cidr: Some(IpNet::V4(net(block))), text: format!("{block}: {}", code.help()) }
     }
 
-    /// The block to serve, and the list to write with its claim.
+    /// The pod CIDR to serve, and the list to write with its claim.
     type Short = (Option<String>, Option<(Vec<String>, Option<String>)>);
 
-    /// What node n1 sees, whose Node is u1.
+    /// The view of node n1, whose Node has UID u1.
     struct Seen<'a> {
         now: Option<&'a Served>,
         listed: &'a [&'a str],
@@ -400,7 +400,7 @@ mod tests {
         assert_eq!(seen.choice(false), Choice { served: Some(served(A)), list: None, wait: None });
         let nothing = Seen { listed: &["fd31::/112", "10.33/16"], ..NOTHING }.choice(false);
         assert!(nothing.served.is_none() && nothing.wait.unwrap().contains("operator"));
-        // Of two, the one that pods have addresses of: what was known of them was lost.
+        // Of two, the one that pods have addresses of, after a loss of state.
         let (pod_cidrs, beyond) = (texts(&[A, B]), ["10.33.0.70".parse().unwrap()]);
         let listed = Some(Listed { pod_cidrs: &pod_cidrs, ..Listed::default() });
         let input = Input {
@@ -414,14 +414,14 @@ mod tests {
         };
         assert_eq!(choose(&input).served.unwrap().block, net(B));
         assert_eq!(choose(&Input { beyond: None, ..input }).served, None);
-        // It is served where it is not listed, too.
+        // It is served even if it is not listed.
         let pod_cidrs = texts(&[A]);
         let other = Input { listed: Some(Listed { pod_cidrs: &pod_cidrs, ..Listed::default() }), ..input };
         let guessed = choose(&other).served.unwrap();
         assert_eq!(guessed.block, net(B));
         let claimed = choose(&Input { served: Some(&guessed), held: true, beyond: Some(&[]), ..other });
         assert_eq!(claimed.list.unwrap().pod_cidrs, texts(&[B, A]));
-        // Before the API server has told, what was known last is served.
+        // Before the first list from the API server, the last known state is served.
         let unknown = Input { served: Some(&served(A)), listed: None, taken: true, ..input };
         assert_eq!(choose(&unknown), Choice { served: Some(served(A)), list: None, wait: None });
         let leaving = Served { leaving: true, ..served(A) };
@@ -435,7 +435,7 @@ mod tests {
         assert_eq!(seen.short(true), writes(A, &[A, B], Some(A)));
         let wait = seen.choice(true).wait.unwrap();
         assert!(wait.contains(A) && wait.contains(B) && wait.contains("drain"), "{wait}");
-        // So it stays, and nothing more is written.
+        // Then nothing changes and nothing is written.
         let conflict = refusal(Code::Conflict, A);
         let claimed = Seen { listed: &[A, B], claim: Some(A), refusal: Some(&conflict), ..seen };
         assert_eq!(claimed.short(true), is(A));
@@ -451,11 +451,11 @@ mod tests {
         assert_eq!(Seen { now: Some(&b), ..claimed }.short(true), writes(B, &[B], Some(B)));
         assert_eq!(Seen { now: Some(&b), refusal: None, ..claimed }.short(true), writes(B, &[B], None));
         assert_eq!(Seen { now: Some(&b), listed: &[B], claim: Some(A), ..NOTHING }.short(true), is(B));
-        // What was never listed by this node is nobody's to take off.
+        // An element that this node did not list is not removed.
         assert_eq!(Seen { now: Some(&a), listed: &[B], ..NOTHING }.short(false), is(B));
         let turned = Seen { now: Some(&a), listed: &[B, A], ..NOTHING };
         assert_eq!((turned.short(false), turned.short(true)), (is(B), is(A)));
-        // Two blocks that somebody gave a node: the first is served.
+        // Two pod CIDRs listed for a node: the first is served.
         assert_eq!(Seen { now: Some(&a), listed: &[A, B], ..NOTHING }.short(false), is(A));
     }
 
@@ -467,7 +467,7 @@ mod tests {
         {
             assert_eq!(Seen { now: Some(&now), listed, ..NOTHING }.short(false), writes(A, wanted, Some(A)));
         }
-        // Standing alone, it is written once.
+        // If it is the only one, it is written once.
         assert_eq!(Seen { now: Some(&now), listed: &[A], claim: Some(A), ..NOTHING }.short(false), is(A));
     }
 
@@ -478,19 +478,19 @@ mod tests {
         let seen = Seen { now: Some(&now), listed: &[A], refusal: Some(&belongs), taken: true, ..NOTHING };
         assert_eq!(seen.short(true), is(A));
         assert_eq!(seen.short(false), (None, Some((Vec::new(), None))));
-        // Its own claim, too, though nobody lists it. What a person wrote there is for people to see.
+        // Also its own claim, even if no other node lists it. Administrators' entries are preserved.
         assert_eq!(Seen { taken: false, claim: Some(A), ..seen }.short(false), (None, Some((Vec::new(), None))));
         assert_eq!(Seen { taken: false, ..seen }.short(false), is(A));
-        // The one that it belongs to keeps it.
+        // The owner keeps it.
         assert_eq!(Seen { refusal: None, ..seen }.short(false), is(A));
-        // So does one whose claim is accepted as soon as an operator hears of it.
+        // So does a node whose claim will be accepted once an operator sees it.
         let conflict = refusal(Code::Conflict, A);
         let alone = Seen { taken: false, claim: Some(A), refusal: Some(&conflict), ..seen };
         assert_eq!(alone.short(false), is(A));
-        // A refusal of another pod CIDR is none of this one, whose text is a part of the other's.
+        // The refusal of another pod CIDR, whose text contains this one's.
         let other = refusal(Code::AlreadyAllocated, "110.33.0.0/26");
         assert_eq!(Seen { refusal: Some(&other), ..seen }.short(false), is(A));
-        // Off the list, it is not claimed again.
+        // Once off the list, it is not claimed again.
         let leaving = Served { leaving: true, ..now.clone() };
         assert_eq!(Seen { now: Some(&leaving), listed: &[], taken: false, ..seen }.short(false), (None, None));
     }
@@ -502,12 +502,12 @@ mod tests {
         assert_eq!(seen.short(false), (None, None));
         assert!(seen.choice(false).wait.unwrap().contains(A));
         assert_eq!(Seen { taken: true, node_uid: Some("u1"), ..seen }.short(false), (None, None));
-        // Pods that run keep it, whoever has it by now, and so does a node whose Node is not known.
+        // With running pods it is kept even if it was reassigned, and so it is if the Node is unknown.
         assert_eq!(Seen { taken: true, ..seen }.short(true), writes(A, &[A], Some(A)));
         assert_eq!(Seen { node_uid: None, ..seen }.short(false), writes(A, &[A], Some(A)));
-        // An agent that has served it all the time claims it for its new Node.
+        // An agent that served it without interruption claims it for its new Node.
         assert_eq!(Seen { now: Some(&served(A)), ..seen }.short(false), writes(A, &[A], Some(A)));
-        // Listed again for the new Node, it is the new one's.
+        // Listed again for the new Node, it belongs to it.
         let again = Seen { listed: &[A], ..seen }.choice(false).served.unwrap();
         assert_eq!(again.node_uid.as_deref(), Some("u2"));
     }

@@ -1,7 +1,7 @@
-//! Mode `kubernetes`: the pod CIDR that the Node itself names (`ipam` 2.3).
+//! Mode `kubernetes`: the pod CIDR of the Node (`ipam` 2.3).
 //!
-//! kube-controller-manager writes `spec.podCIDRs`; whoever has no such allocator writes annotations. Once a range is in
-//! use it stays in use while anything holds an address of it, whatever the Node says later.
+//! kube-controller-manager writes `spec.podCIDRs`; other allocators may use annotations. A range in use is kept while
+//! any of its addresses is allocated, whatever the Node says later.
 
 use super::cluster_pool::List;
 use super::{NodeInput, NodeMode, NodePlan, Observed, POD_CIDR_WAIT};
@@ -12,7 +12,7 @@ use jiff::Timestamp;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 
-/// The prefixes of the annotations; the first is the one that is written, and wins.
+/// The prefixes of the annotations; the first is written and has precedence.
 const PREFIXES: [&str; 2] = ["network.cilium.io/", "io.cilium.network."];
 const IPV4_POD_CIDR: &str = "ipv4-pod-cidr";
 const IPV6_POD_CIDR: &str = "ipv6-pod-cidr";
@@ -42,7 +42,7 @@ impl NodeMode for Kubernetes {
         let held = granted.is_some_and(|grant| input.held.may_hold(&grant.net));
         let Choice { pod_cidr, wait } = choose(input.node, current, told.as_ref(), self.require_ipv6, held);
         let net = pod_cidr.map(IpNet::V4);
-        let fix = "give the Nodes pod CIDRs of a range that no node uses (--cluster-cidr)";
+        let fix = "assign the Nodes pod CIDRs of a range that no node uses (--cluster-cidr)";
         let blocked = net.and_then(|net| input.blocked(&net, fix));
         let mut supply = Supply::of_grants(net.map(Grant::new));
         supply.block(blocked.as_deref());
@@ -62,7 +62,7 @@ impl NodeMode for Kubernetes {
     }
 }
 
-/// Whether an annotation of a Node is one that this mode reads or keeps.
+/// Whether this mode reads or preserves an annotation of a Node.
 #[must_use]
 pub fn is_network_annotation(key: &str) -> bool {
     PREFIXES.iter().any(|prefix| key.starts_with(prefix))
@@ -73,13 +73,13 @@ fn annotation<'a>(annotations: &'a BTreeMap<String, String>, name: &str) -> Opti
     values.map(|value| value.trim()).find(|value| !value.is_empty())
 }
 
-/// The router address that the Node's annotations name, if it is one.
+/// The router address in the Node's annotations, if valid.
 #[must_use]
 pub fn router(annotations: &BTreeMap<String, String>) -> Option<Ipv4Addr> {
     annotation(annotations, IPV4_ROUTER)?.parse().ok()
 }
 
-/// What `annotate-k8s-node` writes. Health and ingress addresses of Cilium have no counterpart here and are left alone.
+/// The annotations written with `annotate-k8s-node`. Those of Cilium's health and ingress addresses are not touched.
 #[must_use]
 pub fn annotations(pod_cidr: Ipv4Net, router: Ipv4Addr) -> BTreeMap<String, String> {
     let [prefix, _] = PREFIXES;
@@ -101,14 +101,14 @@ pub fn is_written(key: &str) -> bool {
 pub struct NodeCidrs {
     /// The first IPv4 range.
     pub ipv4: Option<Ipv4Net>,
-    /// The first IPv6 range. It is waited for where `k8s-require-ipv6-pod-cidr` says so, and not served.
+    /// The first IPv6 range. Required with `k8s-require-ipv6-pod-cidr`, but not served.
     pub ipv6: Option<Ipv6Net>,
-    /// Texts in the place of a range that are none.
+    /// Invalid values.
     pub unreadable: Vec<String>,
 }
 
 impl NodeCidrs {
-    /// Reads `spec.podCIDRs` (or `spec.podCIDR`), and per family the annotation where the spec names none.
+    /// Reads `spec.podCIDRs` (or `spec.podCIDR`), and for a family that it lacks, the annotation.
     #[must_use]
     pub fn read(spec: &[String], from: &BTreeMap<String, String>) -> Self {
         let mut found = Self::default();
@@ -131,16 +131,16 @@ impl NodeCidrs {
     }
 }
 
-/// What to serve.
+/// The decision.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
-    /// The range to give addresses from; none when there is none yet.
+    /// The range to serve; `None` if there is none yet.
     pub pod_cidr: Option<Ipv4Net>,
-    /// What is waited for, or not as the Node says, with the fix.
+    /// Why no range is served, or not the Node's, with the remedy.
     pub wait: Option<String>,
 }
 
-/// Chooses between the range in use and what the Node says. `held`: something may hold an address of the range in use.
+/// Decides between the range in use and that of the Node. `held`: an address of the range in use may be allocated.
 #[must_use]
 pub fn choose(
     node: &str,
@@ -156,11 +156,11 @@ pub fn choose(
     };
     match (current, told.ipv4) {
         (Some(current), Some(wanted)) if current != wanted && held => keep(Some(format!(
-            "Node {node:?} names {wanted} as its IPv4 PodCIDR, but {current} is in use and stays so: pods keep their \
+            "Node {node:?} names {wanted} as its IPv4 PodCIDR, but {current} is in use: pods keep their \
              addresses, and new ones come from {current}. {wanted} is taken when nothing on this node holds an address \
              any more: drain the node to have it"
         ))),
-        // A range that was taken back is a change, too; without another one there is nothing to serve instead.
+        // A removed range is a change, too; without a new one there is nothing else to serve.
         (Some(current), None) => keep(Some(format!(
             "Node {node:?} names no IPv4 PodCIDR any more (found: {}); {current} is in use and stays so",
             told.in_words()
@@ -208,7 +208,7 @@ mod tests {
         assert_eq!((both.ipv4, both.ipv6), (Some(net("10.201.3.0/24")), Some("fd31::/112".parse().unwrap())));
         let only = NodeCidrs::read(&[], &annotated);
         assert_eq!(only.ipv4, Some(net("10.7.0.0/24")), "the present spelling before the old one");
-        // Nonsense in the spec does not hide a good annotation, and is named.
+        // An invalid value in the spec does not hide a valid annotation, and is reported.
         let mended = NodeCidrs::read(&texts(&["10.201/24"]), &annotated);
         assert_eq!((mended.ipv4, mended.unreadable), (Some(net("10.7.0.0/24")), texts(&["10.201/24"])));
     }
@@ -245,7 +245,7 @@ mod tests {
         let wait = kept.wait.unwrap();
         assert!(wait.contains("10.201.9.0/24") && wait.contains("10.201.3.0/24 is in use"), "{wait}");
         assert_eq!(choose("n1", old, Some(&told), false, false).pod_cidr, told.ipv4);
-        // Taken back, or the Node gone: whatever holds addresses, there is nothing else to serve.
+        // Removed, or the Node deleted: with or without allocated addresses there is nothing else to serve.
         let none = choose("n1", old, Some(&NodeCidrs::default()), false, false);
         assert!(none.pod_cidr == old && none.wait.is_some());
         assert_eq!(choose("n1", old, None, false, false), Choice { pod_cidr: old, wait: None });

@@ -145,7 +145,7 @@ pub struct CiliumNodeIntent {
 /// Something that an administrator should know.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanFinding {
-    /// A fixed word for programs.
+    /// A machine-readable reason.
     pub reason: &'static str,
     /// What it is about.
     pub subject: String,
@@ -162,7 +162,7 @@ pub struct NodePlan {
     pub write: Option<CiliumNodeIntent>,
     /// What is waited for, by name.
     pub waits: BTreeMap<&'static str, String>,
-    /// What should be known.
+    /// Findings to report.
     pub findings: Vec<PlanFinding>,
 }
 

@@ -1,8 +1,8 @@
-//! Host-scope allocation from the pod CIDR of the node (`ipam` 2.2, 2.1.3, 2.1.6).
+//! Host-scope allocation from the node's pod CIDR (`ipam` 2.2, 2.1.3, 2.1.6).
 //!
-//! A [`PodCidr`] knows which addresses of one CIDR are in use, reserved or resting, and draws from the rest at a random
-//! position. It keeps only what is not free, so its cost follows the pods and not the size of the CIDR. Who holds an
-//! address, and why, is known one level up, in [`crate::ipam::lease`].
+//! A [`PodCidr`] records which addresses of a CIDR are allocated, reserved or quarantined, and allocates the others
+//! from a random position. Only addresses that are not free are stored, so its cost depends on the pods and not on the
+//! size of the CIDR. [`crate::ipam::lease`] knows the owner of an address and its history.
 
 use super::bookings::Bookings;
 use crate::ip::{Family, address_bits, net_bounds, overlaps};
@@ -18,28 +18,28 @@ pub const MAX_IPV6_ADDRESSES: u128 = 1 << 16;
 /// Addresses of a pod CIDR by state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Usage {
-    /// Addresses that can be used at all: all but the first and last of a CIDR with more than two.
+    /// Usable addresses: all but the first and last of a CIDR with more than two.
     pub size: u64,
-    /// Held by pods and other lease holders.
+    /// Allocated to pods and other owners.
     pub used: u64,
-    /// Kept for the router and for addresses of the node.
+    /// Reserved for the router and addresses of the node.
     pub reserved: u64,
-    /// Given back a short while ago: neither free nor used, but given out when nothing else is left.
+    /// Quarantined: neither free nor allocated, but allocated if no other address is free.
     pub quarantined: u64,
 }
 
 impl Usage {
-    /// Addresses that can be given at once.
+    /// Addresses that can be allocated at once.
     #[must_use]
     pub fn free(&self) -> u64 {
         self.size.saturating_sub(self.used).saturating_sub(self.reserved).saturating_sub(self.quarantined)
     }
 }
 
-/// Why no address, or not this one, can be given. Nothing is booked then.
+/// Why no address, or not this one, can be allocated. Nothing is allocated then.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
-    /// Nothing is left, not even in quarantine.
+    /// No address is left, not even a quarantined one.
     #[error(
         "range full: {net} has {} usable addresses, {} in use, {} reserved, {} in quarantine",
         usage.size, usage.used, usage.reserved, usage.quarantined
@@ -47,7 +47,7 @@ pub enum AddressError {
     RangeFull {
         /// The pod CIDR.
         net: IpNet,
-        /// What became of its addresses.
+        /// The counts by state.
         usage: Usage,
     },
     /// As [`Self::RangeFull`] for a pool of single addresses.
@@ -56,19 +56,19 @@ pub enum AddressError {
         usage.size, usage.used, usage.reserved, usage.quarantined
     )]
     PoolFull {
-        /// What became of its addresses.
+        /// The counts by state.
         usage: Usage,
     },
     /// Not an address of this pool.
     #[error("{address} is not an address of this pool")]
     NotInPool {
-        /// The address asked for.
+        /// The requested address.
         address: IpAddr,
     },
-    /// Not an address that this CIDR can give.
+    /// Not a usable address of this CIDR.
     #[error("{address} is not in the valid range: {net} gives {first} to {last}")]
     OutOfRange {
-        /// The address asked for.
+        /// The requested address.
         address: IpAddr,
         /// The pod CIDR.
         net: IpNet,
@@ -77,42 +77,42 @@ pub enum AddressError {
         /// Last usable address.
         last: IpAddr,
     },
-    /// Somebody holds it.
+    /// Another owner has it.
     #[error("{address} is already allocated to {owner}")]
     AlreadyAllocated {
-        /// The address asked for.
+        /// The requested address.
         address: IpAddr,
-        /// Who holds it.
+        /// The owner.
         owner: String,
     },
-    /// It is kept for something else than pods.
+    /// It is reserved.
     #[error("{address} is excluded: it is kept for {owner}")]
     Excluded {
-        /// The address asked for.
+        /// The requested address.
         address: IpAddr,
-        /// What it is kept for.
+        /// Its use.
         owner: String,
     },
-    /// It was given back a short while ago.
+    /// It was released recently.
     #[error("{address} is in quarantine until {until}")]
     InQuarantine {
-        /// The address asked for.
+        /// The requested address.
         address: IpAddr,
-        /// When it becomes free.
+        /// When it becomes available.
         until: Timestamp,
     },
     /// This node has no pod CIDR of the family.
     #[error("{family} allocation is not available: the node has no {family} pod CIDR")]
     FamilyDisabled {
-        /// The family asked for.
+        /// The requested family.
         family: Family,
     },
-    /// The owner of a release is not the holder.
+    /// The owner of a release does not have the address.
     #[error("{address} is not held by {owner}")]
     NotHeld {
-        /// The address to give back.
+        /// The address to release.
         address: IpAddr,
-        /// Who wanted to.
+        /// The presented owner.
         owner: String,
     },
 }
@@ -127,7 +127,7 @@ pub struct PodCidr {
 }
 
 impl PodCidr {
-    /// An allocator in which everything usable is free. Host bits of `net` are dropped.
+    /// An allocator whose usable addresses are all free. Host bits of `net` are dropped.
     #[must_use]
     pub fn new(net: IpNet) -> Self {
         let net = net.trunc();
@@ -137,7 +137,7 @@ impl PodCidr {
         }
         if net_bounds(&net).1 - first > 1 {
             first += 1;
-            // The cap may have cut the last address of the CIDR off already.
+            // The cap may exclude the last address of the CIDR already.
             last = last.min(net_bounds(&net).1 - 1);
         }
         Self { net, first, last, bookings: Bookings::default() }
@@ -258,15 +258,15 @@ impl Addresses {
     }
 }
 
-/// Another node that lists a block which overlaps with one of this node's.
+/// Another node that lists a pod CIDR overlapping one of this node's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("pod CIDR {own} of this node overlaps with {other}, which CiliumNode {node} lists; remove one of the two")]
 pub struct Contested {
-    /// This node's block.
+    /// This node's pod CIDR.
     pub own: IpNet,
     /// The other node.
     pub node: String,
-    /// The other node's block.
+    /// The other node's pod CIDR.
     pub other: IpNet,
 }
 

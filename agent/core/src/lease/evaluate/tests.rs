@@ -38,7 +38,7 @@ fn timings_out_of_order_are_refused() {
 }
 
 #[test]
-fn what_nobody_holds_is_acquired_at_once() {
+fn a_lease_without_holder_is_acquired_at_once() {
     assert_eq!(candidate(None, 0, 0), Action::Acquire { transitions: 0, timeout: s(10) });
     for holder in [None, Some(String::new())] {
         let released = Record { holder, ..held_by("", "t") };
@@ -49,14 +49,14 @@ fn what_nobody_holds_is_acquired_at_once() {
 }
 
 #[test]
-fn another_holder_is_given_its_whole_duration_from_when_its_last_word_was_first_seen() {
+fn another_holder_has_its_whole_duration_from_the_observation_of_its_last_write() {
     let wait = |until| Action::Wait { until: s(until), holder: Some("other".to_owned()) };
     let take = Action::Acquire { transitions: 4, timeout: s(10) };
     let record = || Some(held_by("other", "long ago"));
     assert_eq!(candidate(record(), 100, 100), wait(102));
     assert_eq!(candidate(record(), 100, 114), wait(115));
     assert_eq!(candidate(record(), 100, 115), take);
-    // As long as it says itself; ours where it says nothing sensible.
+    // Its own duration; ours if that is invalid.
     let lasting = |seconds| Some(Record { duration_seconds: seconds, ..held_by("other", "t") });
     assert_eq!(candidate(lasting(Some(60)), 100, 159), wait(160));
     assert_eq!(candidate(lasting(Some(60)), 100, 160), take);
@@ -67,9 +67,9 @@ fn another_holder_is_given_its_whole_duration_from_when_its_last_word_was_first_
 }
 
 #[test]
-fn only_a_change_counts_and_not_what_the_clock_of_the_holder_says() {
+fn only_a_change_counts_and_not_the_holder_s_clock() {
     let mut seen = Observation::first(Some(held_by("other", "2001-01-01T00:00:00Z")), s(0));
-    // The holder's clock stands in the past, in the future, goes backwards: each new word starts its time anew.
+    // The holder's clock is in the past, in the future, goes backwards: each new value restarts the duration.
     for (second, word) in [(5, "2999-01-01T00:00:00Z"), (10, "1999-01-01T00:00:00Z"), (12, "1999-01-01T00:00:00Z")] {
         seen.look(Some(held_by("other", word)), s(second));
     }
@@ -83,11 +83,11 @@ fn a_leader_renews_at_the_retry_period_and_steps_down_at_the_deadline() {
     let mine = || Some(held_by("me", "t"));
     assert_eq!(leader(mine(), 100, 101), Action::Wait { until: s(102), holder: None });
     assert_eq!(leader(mine(), 100, 102), Action::Renew { timeout: s(8) });
-    // Slow or failing writes: each is given what is left, and none is begun at the end.
+    // Slow or failing writes get the remaining time, and none is started at the end.
     assert_eq!(leader(mine(), 100, 109), Action::Renew { timeout: s(1) });
     let loss = |seconds| Loss::Deadline { since_renewal: s(seconds), deadline: s(10) };
     assert_eq!(leader(mine(), 100, 110), Action::StepDown { loss: loss(10) });
-    // A process that was paused for an hour finds out before it does anything else.
+    // A process that was paused for an hour notices before it does anything else.
     assert_eq!(leader(mine(), 100, 3_700), Action::StepDown { loss: loss(3_600) });
 }
 
@@ -99,7 +99,7 @@ fn a_leader_that_is_not_named_any_more_steps_down() {
     assert_eq!(leader(Some(Record { holder: None, ..held_by("", "t") }), 100, 101), taken(None));
 }
 
-/// A write under way: when it reaches the API, when the answer comes, and when the caller gives up.
+/// A running write: when it reaches the API server, when the answer arrives, and when the caller gives up.
 #[derive(Debug)]
 struct Write {
     begun: u64,
@@ -121,8 +121,8 @@ struct Process {
     write: Option<Write>,
 }
 
-/// One tick is 100 ms. Clocks are monotonic with an offset each; reads and writes are slow, lost before or after they
-/// took effect; processes are paused for longer than a lease lasts.
+/// One tick is 100 ms. Clocks are monotonic with different offsets; reads and writes are slow, or lost before or after
+/// they took effect; processes are paused for longer than the lease duration.
 fn simulate(seed: u64) -> (u64, u64) {
     let mut state = seed | 1;
     let mut random = move |bound: u64| {
@@ -143,7 +143,7 @@ fn simulate(seed: u64) -> (u64, u64) {
         })
         .collect();
     let (mut led, mut terms) = (0, 0);
-    // Late arrivals of writes that their process has given up.
+    // Writes that arrive after their process has given up.
     let mut orphans: Vec<Write> = Vec::new();
     for tick in 0..3_000_u64 {
         let mut arriving: Vec<&mut Write> = processes.iter_mut().filter_map(|process| process.write.as_mut()).collect();
@@ -181,7 +181,7 @@ fn simulate(seed: u64) -> (u64, u64) {
                     process.seen = Some((seen, write.version + 1));
                 }
             }
-            // The watch is behind at times.
+            // The watch lags at times.
             if random(3) > 0 {
                 match &mut process.seen {
                     Some((seen, version)) => {
@@ -225,7 +225,7 @@ fn simulate(seed: u64) -> (u64, u64) {
         match able.count() {
             0 => {}
             1 => led += 1,
-            _ => panic!("seed {seed}, tick {tick}: two may write: {processes:?}"),
+            _ => panic!("seed {seed}, tick {tick}: two leaders may write: {processes:?}"),
         }
     }
     (led, terms)
@@ -241,7 +241,7 @@ proptest! {
 }
 
 #[test]
-fn in_that_simulation_somebody_leads_for_most_of_the_time_and_leadership_changes() {
+fn in_that_simulation_there_is_a_leader_for_most_of_the_time_and_leadership_changes() {
     let (led, terms) = (1..=20).map(simulate).fold((0, 0), |sum, (led, terms)| (sum.0 + led, sum.1 + terms));
     assert!(led > 20 * 3_000 / 2, "{led}");
     assert!(terms > 20 * 2, "{terms}");

@@ -39,7 +39,7 @@ fn node(name: &str, created: i64, pod_cidrs: &[&str]) -> Node {
     }
 }
 
-/// A cluster and a leader: applies plans to the nodes as the operator does.
+/// A cluster and a leader, which applies plans to the nodes as the operator does.
 #[derive(Debug, Clone)]
 struct Cluster {
     settings: Settings,
@@ -59,7 +59,7 @@ impl Cluster {
         plan(&Input { nodes: self.nodes.clone(), synced: true, settled: true }, self.ledger.clone(), self.now)
     }
 
-    /// Plans and applies; answers the names of the nodes that were written to.
+    /// Plans and applies; returns the names of the written nodes.
     fn round(&mut self) -> Vec<String> {
         let plan = self.plan();
         let written = plan.nodes.keys().cloned().collect();
@@ -76,7 +76,7 @@ impl Cluster {
             }
             node.error = change.verdict.as_ref().map(|verdict| verdict.text.clone()).unwrap_or_default();
             node.annotation.clone_from(&change.annotation);
-            // What an agent acts on, of this release and of the release before.
+            // The verdict as seen by an agent of this release, and of the previous one.
             let read = Standing::read(node.annotation.as_deref(), &node.pod_cidrs, Some(&node.error));
             assert_eq!(read.verdict, change.verdict);
             assert_eq!(read, Standing::read(None, &node.pod_cidrs, Some(&node.error)));
@@ -89,7 +89,7 @@ impl Cluster {
         self.ledger = plan.ledger;
     }
 
-    /// Another process becomes leader: all it has is what was written.
+    /// Another process becomes leader, with the written state only.
     fn new_leader(&mut self) {
         let data = self.records.to_data().unwrap();
         let records = Records::from_data(&data).unwrap();
@@ -116,7 +116,7 @@ impl Cluster {
     }
 }
 
-/// How agents of the release before tell a refusal from the other texts.
+/// How agents of the previous release recognise a refusal.
 fn is_refusal_to_the_release_before(error: &str) -> bool {
     let others = [
         "is kept, but is not a block of the pool as configured now",
@@ -185,7 +185,7 @@ fn with_one_family_full_nothing_of_the_other_is_booked() {
         vec![node("a", 0, &["10.40.0.192/26", "fd40::/128"]), node("b", 1, &["fd40::1/128"]), node("c", 2, &[])];
     let mut cluster = Cluster::new(settings, nodes);
     cluster.round();
-    // Listed one family only: the other is added in the same step.
+    // One family is listed: the other one is added in the same step.
     assert_eq!(cluster.cidrs("b"), ["10.40.0.0/26", "fd40::1/128"]);
     assert!(cluster.cidrs("c").is_empty());
     assert!(cluster.get("c").error.contains("IPv6") && cluster.get("c").error.contains("full"));
@@ -221,10 +221,10 @@ fn a_verdict_is_written_again_for_another_list_though_its_text_is_the_same() {
     assert_eq!(cluster.round(), ["n1"]);
     assert_eq!((cluster.code("n1"), &cluster.get("n1").error), (Some(Code::Conflict), &error));
     assert_ne!(cluster.get("n1").annotation, annotation);
-    // A text that an operator of the release before left is given its annotation.
+    // A text of an operator of the previous release gets its annotation.
     cluster.get_mut("n1").annotation = None;
     assert_eq!(cluster.round(), ["n1"]);
-    // When all is well, both go.
+    // Once the conflict is resolved, both are removed.
     cluster.get_mut("n1").pod_cidrs = vec!["10.33.0.0/26".to_owned()];
     cluster.round();
     assert_eq!((cluster.get("n1").annotation.as_deref(), cluster.get("n1").error.as_str()), (None, ""));
@@ -245,7 +245,7 @@ fn an_appended_element_serves_the_node_that_waited_and_touches_no_other() {
 #[test]
 fn the_later_of_two_claims_gets_an_error_and_keeps_its_spec() {
     let mut cluster = five_nodes();
-    // Created before n4, which does not help against a leader who knows n4.
+    // Created before n4, which does not matter to a leader that knows n4.
     cluster.nodes.push(node("n0", -5, &["10.34.0.64/26"]));
     let n4 = cluster.get("n4").clone();
     assert_eq!(cluster.round(), ["n0"]);
@@ -253,7 +253,7 @@ fn the_later_of_two_claims_gets_an_error_and_keeps_its_spec() {
     assert_eq!(cluster.cidrs("n0"), ["10.34.0.64/26"]);
     let error = cluster.get("n0").error.clone();
     assert!(error.contains("10.34.0.64/26 is already allocated") && error.contains("n4"), "{error}");
-    // A new leader decides the same, although it does not know who came first.
+    // A new leader decides the same, although it does not know which was first.
     cluster.new_leader();
     assert!(cluster.round().is_empty());
     assert_eq!(cluster.ledger.blocks("n4"), Some(vec![net("10.34.0.64/26")]));
@@ -277,7 +277,7 @@ fn a_leader_without_history_gives_a_double_claim_to_the_node_created_first_then_
 
 // case: ipam B9
 #[test]
-fn a_node_that_lists_another_block_than_it_was_given_is_told_so_and_the_ledger_stays() {
+fn a_node_that_lists_another_block_than_its_own_gets_a_verdict_and_the_ledger_does_not_change() {
     let mut cluster = Cluster::new(pool(&["10.33.0.0/24"], 26), vec![node("n1", 1, &[]), node("n2", 2, &[])]);
     cluster.round();
     cluster.get_mut("n1").pod_cidrs = vec!["10.33.0.128/26".to_owned()];
@@ -285,12 +285,13 @@ fn a_node_that_lists_another_block_than_it_was_given_is_told_so_and_the_ledger_s
     assert!(cluster.get("n1").error.contains("conflict"), "{}", cluster.get("n1").error);
     assert_eq!(cluster.cidrs("n1"), ["10.33.0.128/26"]);
     assert_eq!(cluster.ledger.blocks("n1"), Some(vec![net("10.33.0.0/26")]));
-    // Neither of the two blocks is given to anybody else.
+    // Neither of the two blocks is assigned to another node.
     cluster.nodes.extend([node("n3", 3, &[]), node("n4", 4, &[])]);
     cluster.round();
     assert_eq!(cluster.cidrs("n3"), ["10.33.0.192/26"]);
     assert!(cluster.get("n4").error.contains("full"));
-    // Mended: all is well again, and the block that was listed wrongly rests, since pods may have addresses of it.
+    // Corrected: the verdict is withdrawn, and the wrongly listed block is quarantined, since pods may have addresses
+    // of it.
     cluster.get_mut("n1").pod_cidrs = vec!["10.33.0.0/26".to_owned()];
     cluster.round();
     assert_eq!(cluster.get("n1").error, "");
@@ -380,7 +381,7 @@ fn pools_that_cannot_be_carved_are_refused_with_every_reason() {
     assert_eq!(mixed, [ConfigError::OtherFamily { key: "ipv4", cidr: net("fd00::/104") }]);
 }
 
-// The part of B14 and B16 that is planning; conflicts and the pace of passes are tested against an API server.
+// The planning part of B14 and B16; conflicts and the rate of passes are tested with an API server.
 #[test]
 fn three_hundred_nodes_get_distinct_blocks_with_one_write_each_and_a_lost_one_is_planned_again() {
     let nodes = (0..300).map(|index| node(&format!("n{index:03}"), index, &[])).collect();
@@ -389,7 +390,7 @@ fn three_hundred_nodes_get_distinct_blocks_with_one_write_each_and_a_lost_one_is
     assert_eq!(plan.nodes.len(), 300);
     let blocks: BTreeSet<IpNet> = plan.nodes.values().flat_map(|node| node.pod_cidrs.clone().unwrap()).collect();
     assert_eq!(blocks.len(), 300);
-    // The write of one node meets a conflict: it is read again, and the same write is planned from what was read.
+    // The write of one node has a conflict: it is read again, and the same write is planned.
     let lost = plan.nodes.remove("n150").unwrap();
     cluster.apply(plan);
     cluster.get_mut("n150").error = "an older error".to_owned();
@@ -412,7 +413,7 @@ fn a_known_node_with_an_empty_spec_is_given_the_same_block_again() {
 
 // case: ipam B19
 #[test]
-fn deleting_an_unknown_node_is_no_matter() {
+fn deleting_an_unknown_node_has_no_effect() {
     let mut cluster = Cluster::new(pool(&["10.33.0.0/25"], 26), vec![node("a", 1, &["192.168.0.0/24"])]);
     cluster.round();
     assert!(cluster.get("a").error.contains("out of range"));
@@ -425,18 +426,18 @@ fn deleting_an_unknown_node_is_no_matter() {
 
 // case: ipam A11
 #[test]
-fn a_claim_on_the_whole_pool_is_refused_and_stops_nobody() {
+fn a_claim_on_the_whole_pool_is_refused_and_blocks_no_other_node() {
     let nodes = vec![node("a", 1, &["10.0.0.0/8"]), node("b", 2, &["10.33.0.0/25"]), node("c", 3, &[])];
     let mut cluster = Cluster::new(pool(&["10.33.0.0/24"], 26), nodes);
     cluster.round();
     assert!(cluster.get("a").error.contains("not one aligned block"), "{}", cluster.get("a").error);
     assert!(cluster.get("b").error.contains("not one aligned block"));
-    // b lists two blocks that it does not own; pods may have addresses of them, so they are not given to c.
+    // b lists two blocks that it does not own; pods may have addresses of them, so they are not assigned to c.
     assert_eq!(cluster.cidrs("c"), ["10.33.0.128/26"]);
 }
 
 #[test]
-fn the_block_of_a_deleted_node_rests_and_another_leader_knows_it() {
+fn the_block_of_a_deleted_node_is_quarantined_and_another_leader_knows_it() {
     let mut cluster = five_nodes();
     cluster.nodes.retain(|node| node.name != "n2");
     assert!(cluster.round().is_empty());
@@ -446,7 +447,7 @@ fn the_block_of_a_deleted_node_rests_and_another_leader_knows_it() {
     cluster.now = at(BLOCK_QUARANTINE.as_secs() as i64 - 1);
     assert!(cluster.round().is_empty());
     assert!(cluster.get("n5").error.contains("full"));
-    // Somebody else's claim on it is refused while it rests.
+    // Another node's claim on it is refused during the quarantine.
     cluster.nodes.push(node("n6", 6, &["10.33.0.64/26"]));
     cluster.round();
     assert!(cluster.get("n6").error.contains("quarantine"), "{}", cluster.get("n6").error);
@@ -472,7 +473,7 @@ fn an_edited_object_is_no_claim_for_the_next_leader() {
 }
 
 #[test]
-fn the_block_of_a_node_that_went_while_nobody_led_rests() {
+fn the_block_of_a_node_deleted_without_a_leader_is_quarantined() {
     let mut cluster = five_nodes();
     cluster.nodes.retain(|node| node.name != "n2");
     cluster.now = at(100);
@@ -517,7 +518,7 @@ fn records_from_a_backup_keep_what_was_recorded_since_unless_they_contradict() {
 
 #[test]
 fn a_node_that_was_deleted_under_a_live_agent_gets_its_block_back() {
-    // With its claim (the agent wrote the CiliumNode again), and without one; seen as absent in between, and not.
+    // With its claim (the agent recreated the CiliumNode), and without one; with and without a plan in between.
     for claims in [true, false] {
         for seen_absent in [true, false] {
             let mut cluster = five_nodes();
@@ -540,7 +541,7 @@ fn a_node_that_was_deleted_under_a_live_agent_gets_its_block_back() {
 }
 
 #[test]
-fn a_node_that_claims_what_it_has_and_heard_of_nothing_else_keeps_it() {
+fn a_node_that_claims_its_block_and_never_saw_another_keeps_it() {
     let mut cluster = Cluster::new(pool(&["10.33.0.0/24"], 26), vec![node("a", 0, &[])]);
     let planned = cluster.plan();
     assert_eq!(planned.nodes["a"].pod_cidrs, Some(vec![net("10.33.0.0/26")]));
@@ -555,10 +556,10 @@ fn a_node_that_claims_what_it_has_and_heard_of_nothing_else_keeps_it() {
     assert_eq!(cluster.records.blocks["a"], [net("10.33.0.128/26")]);
     // It is no claim any more.
     assert_eq!(cluster.get("a").claim, None);
-    // The other one rests: nobody can be sure that it was not heard of for a moment.
+    // The other one is quarantined: it may have been visible for a moment.
     assert_eq!(cluster.records.quarantine[0].cidr, net("10.33.0.0/26"));
     assert_eq!(cluster.cidrs("b"), ["10.33.0.64/26"]);
-    // A claim beside what it was given is a contradiction, and so is one on what somebody has.
+    // A claim beside the assigned block is a conflict, and so is a claim on another node's block.
     let b = cluster.get_mut("b");
     b.pod_cidrs.insert(0, "10.33.0.192/26".into());
     b.claim = Some(net("10.33.0.192/26"));
@@ -572,7 +573,7 @@ fn a_node_that_claims_what_it_has_and_heard_of_nothing_else_keeps_it() {
 }
 
 #[test]
-fn of_two_blocks_of_a_family_the_one_that_a_node_lists_no_more_rests() {
+fn of_two_blocks_of_a_family_the_one_no_longer_listed_is_quarantined() {
     let mut cluster = Cluster::new(
         pool(&["10.33.0.0/24"], 26),
         vec![node("a", 0, &["10.33.0.0/26", "10.33.0.64/26"]), node("b", 1, &[])],
@@ -603,7 +604,7 @@ fn a_new_machine_under_the_name_of_a_deleted_one_is_judged_by_what_it_lists_itse
 }
 
 #[test]
-fn a_node_being_deleted_keeps_its_block_and_is_given_nothing() {
+fn a_node_being_deleted_keeps_its_block_and_is_assigned_none() {
     let mut cluster = five_nodes();
     cluster.get_mut("n1").deleting = true;
     cluster.get_mut("n1").pod_cidrs.clear();
@@ -615,9 +616,9 @@ fn a_node_being_deleted_keeps_its_block_and_is_given_nothing() {
 }
 
 #[test]
-fn nodes_keep_blocks_of_the_pool_as_it_was_and_are_told_so() {
+fn nodes_keep_blocks_of_a_former_pool_with_a_verdict() {
     let mut cluster = five_nodes();
-    // Another mask, and the second element is gone.
+    // Another mask, and the second element was removed.
     cluster.settings = pool(&["10.33.0.0/24"], 25);
     cluster.new_leader();
     cluster.round();
@@ -625,9 +626,9 @@ fn nodes_keep_blocks_of_the_pool_as_it_was_and_are_told_so() {
         assert!(cluster.get(name).error.contains("is kept"), "{}", cluster.get(name).error);
         assert_eq!(cluster.cidrs(name).len(), 1);
     }
-    // n1 and n2 share the first block of the new carving, which is given to nobody.
+    // n1 and n2 share the first block of the new mask size, which is not assigned.
     assert_eq!(cluster.cidrs("n5"), ["10.33.0.128/25"]);
-    // The next leader has it from the records, and forgets former elements that nobody needs.
+    // The next leader has it from the records, and drops former elements that are not needed.
     cluster.new_leader();
     assert!(cluster.round().is_empty());
     let former = PoolRecord { cidr: net("10.34.0.0/25"), mask_size: 26 };
@@ -690,7 +691,7 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
     proptest::collection::vec(event, 1..40)
 }
 
-/// Blocks of two sizes, of the pool's outside, and no CIDR.
+/// Blocks of two sizes, outside the pool, and invalid ones.
 fn claim_text(index: u8) -> String {
     match index {
         0..=3 => format!("10.33.0.{}/26", u16::from(index) * 64),
@@ -723,7 +724,7 @@ proptest! {
                 Event::Edit(index, claims, marked) => {
                     if let Some(node) = cluster.nodes.iter_mut().find(|node| node.name == name(index)) {
                         node.pod_cidrs = claims.into_iter().map(claim_text).collect();
-                        // The agent lists a block by itself, first.
+                        // The agent lists a block itself, as first element.
                         node.claim = node.pod_cidrs.first().filter(|_| marked).and_then(|text| text.parse().ok());
                     }
                 }
@@ -747,7 +748,7 @@ proptest! {
             let planned = cluster.plan();
             prop_assert_eq!(&reversed.plan(), &planned);
 
-            // Nothing is given that another node lists, and a block in quarantine goes to its own node at most.
+            // Nothing is assigned that another node lists, and a quarantined block only to its former owner.
             for (name, change) in &planned.nodes {
                 let had = cluster.ledger.nodes.get(name).filter(|known| known.uid.as_ref().is_none_or(|uid| *uid == change.uid));
                 let had: Vec<IpNet> = had.iter().flat_map(|known| known.blocks.iter().map(|block| block.net)).collect();
@@ -766,7 +767,7 @@ proptest! {
                 }
             }
 
-            // Planning an applied plan changes nothing, for this leader and the next.
+            // Planning after an applied plan changes nothing, for this leader and the next.
             cluster.apply(planned);
             let again = cluster.plan();
             prop_assert_eq!(&again.nodes, &BTreeMap::new());

@@ -14,7 +14,7 @@ fn at(second: i64) -> Timestamp {
     Timestamp::from_second(second).unwrap()
 }
 
-/// Everything that the pool gives, from ever other draws.
+/// All addresses that the pool allocates, with different draws.
 fn drain(pool: &mut PodCidr) -> BTreeSet<IpAddr> {
     let draws = (0_u64..).map(|index| index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let mut given = BTreeSet::new();
@@ -90,7 +90,7 @@ fn a_named_address_is_given_once_and_only_from_inside() {
 fn an_address_of_the_node_is_never_drawn_and_a_request_for_it_names_what_it_is_kept_for() {
     let mut pool = pool("10.66.1.16/28");
     pool.exclude(ip("10.66.1.20"), "node-ip").unwrap();
-    // Elsewhere there is nothing to keep, and saying it again changes nothing.
+    // Elsewhere it has no effect, and repeating it changes nothing.
     pool.exclude(ip("10.66.9.9"), "node-ip").unwrap();
     pool.exclude(ip("10.66.1.20"), "node-ip").unwrap();
     assert_eq!(
@@ -108,7 +108,7 @@ fn an_address_of_the_node_is_never_drawn_and_a_request_for_it_names_what_it_is_k
 }
 
 #[test]
-fn what_was_given_back_rests_and_is_given_first_come_first_when_nothing_else_is_left() {
+fn released_addresses_are_quarantined_and_reallocated_in_order_if_no_other_is_free() {
     let mut pool = pool("10.0.0.0/29");
     for last in 1..=6 {
         pool.allocate(ip(&format!("10.0.0.{last}")), "a", at(0)).unwrap();
@@ -117,7 +117,7 @@ fn what_was_given_back_rests_and_is_given_first_come_first_when_nothing_else_is_
     for (second, last) in [(1, 4), (2, 2), (3, 5)] {
         pool.release(ip(&format!("10.0.0.{last}")), "a", at(second), at(second + 60)).unwrap();
     }
-    assert!(pool.release(ip("10.0.0.4"), "a", at(4), at(64)).is_err(), "given back already");
+    assert!(pool.release(ip("10.0.0.4"), "a", at(4), at(64)).is_err(), "released already");
     assert_eq!(pool.usage(), Usage { size: 6, used: 3, reserved: 0, quarantined: 3 });
     assert_eq!(
         pool.allocate(ip("10.0.0.4"), "b", at(5)),
@@ -132,7 +132,7 @@ fn what_was_given_back_rests_and_is_given_first_come_first_when_nothing_else_is_
 }
 
 #[test]
-fn a_free_address_is_preferred_to_a_resting_one_whatever_the_draw() {
+fn a_free_address_is_preferred_to_a_quarantined_one_for_any_draw() {
     for draw in 0..50 {
         let mut pool = pool("10.0.0.0/29");
         for last in [2, 3, 5] {
@@ -155,7 +155,7 @@ fn draws_spread_over_the_whole_range() {
 
 // Two nodes list one block.
 #[test]
-fn a_block_that_another_node_lists_is_noticed() {
+fn a_block_that_another_node_lists_is_detected() {
     let net = |text: &str| text.parse::<IpNet>().unwrap();
     let own = net("10.0.1.0/24");
     let (wider, other) = (net("10.0.0.0/16"), net("10.0.2.0/24"));
