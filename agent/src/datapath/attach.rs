@@ -1,4 +1,4 @@
-//! The programs on the egress devices: tcx links, pinned by device.
+//! Attachment of the programs to egress devices by tcx links, pinned per device.
 
 use super::error::DatapathError;
 use super::kernel::{self, ENOLINK, TcxLink};
@@ -18,8 +18,8 @@ use std::path::Path;
 
 /// The programs on the egress devices, by `ifindex`.
 ///
-/// They are attached in the order of their table, and detached in the opposite one. Programs of another build that this one does
-/// not know are taken off a device after its own run there.
+/// They are attached in the order of their table, and detached in reverse order. Programs of another build that this
+/// one does not know are detached from a device after its own have been attached there.
 #[derive(Debug)]
 pub struct Attachments {
     side: Side,
@@ -28,32 +28,32 @@ pub struct Attachments {
     maps: BTreeSet<String>,
 }
 
-/// One of the programs.
+/// An attached program.
 #[derive(Debug)]
 pub(super) struct Attached {
     pub(super) spec: Program,
     program: SchedClassifier,
-    /// The kernel's number of the program.
+    /// The program's ID.
     id: u32,
 }
 
-/// A program in the chain of a device.
+/// A program in a device's chain.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ChainProgram {
-    /// The kernel's number.
+    /// The program's ID.
     pub id: u32,
-    /// Its name, as far as the kernel keeps it.
+    /// Its name, as truncated by the kernel.
     pub name: String,
-    /// Whether it is one of this agent.
+    /// Whether it is this agent's.
     pub ours: bool,
 }
 
-/// What is attached to a device, in the order in which packets pass.
+/// The programs of a device, in the order in which they run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Chain {
-    /// For packets that come in.
+    /// For arriving packets.
     pub ingress: Vec<ChainProgram>,
-    /// For packets that go out.
+    /// For leaving packets.
     pub egress: Vec<ChainProgram>,
 }
 
@@ -80,8 +80,8 @@ impl Attached {
         move |source| DatapathError::Program { program, action, source: Box::new(source) }
     }
 
-    /// Makes the device run this program: swaps it in place where a link is pinned, attaches and pins one where not. A
-    /// link whose device has gone is replaced.
+    /// Makes the device run this program: updates a pinned link in place (`BPF_LINK_UPDATE`), or attaches and pins a
+    /// new one. A link whose device no longer exists is replaced.
     fn ensure(&mut self, side: &Side, ifindex: u32, device: &str) -> Result<(), DatapathError> {
         let path = side.link(self.spec.link, ifindex);
         match kernel::tcx_link(&path) {
@@ -91,7 +91,7 @@ impl Attached {
                     remove_link(&path)?;
                 }
                 result => {
-                    return result.map_err(self.failed(format!("take the place of the program before on {device}")));
+                    return result.map_err(self.failed(format!("replace the previous program on {device}")));
                 }
             },
             Ok(_) => remove_link(&path)?,
@@ -105,7 +105,7 @@ impl Attached {
         self.attach(&path, device, order).map_err(self.failed(format!("attach it to {device}")))
     }
 
-    /// Attaches this program right behind the one whose link is pinned at `before`, unless it is attached already.
+    /// Attaches this program directly after the one whose link is pinned at `before`, unless it is attached already.
     pub(super) fn ensure_after(&mut self, side: &Side, ifindex: u32, before: &Path) -> Result<(), DatapathError> {
         let path = side.link(self.spec.link, ifindex);
         let device = device_name(ifindex).ok_or_else(|| DatapathError::NoDevice { name: String::new(), ifindex })?;
@@ -123,16 +123,16 @@ impl Attached {
         attached().map_err(self.failed(format!("attach it to {device} behind {}", before.display())))
     }
 
-    /// Swaps the program of a pinned link; no packet passes without one.
+    /// Replaces the program of a pinned link atomically: no packet passes without a program.
     fn swap(&mut self, path: &Path) -> Result<(), ProgramError> {
         let pinned = PinnedLink::from_pin(path).map_err(link_error)?;
         let link = SchedClassifierLink::try_from(FdLink::from(pinned)).map_err(link_error)?;
         let id = self.program.attach_to_link(link)?;
-        // The pin keeps the link; ours is only a descriptor, which is closed here.
+        // The pin keeps the link alive; our descriptor is closed here.
         self.program.take_link(id).map(drop)
     }
 
-    /// Attaches by a new link, and pins it at once: without the pin it ends with this process.
+    /// Attaches by a new link, and pins it at once: an unpinned link ends with this process.
     fn attach(&mut self, path: &Path, device: &str, order: LinkOrder) -> Result<(), ProgramError> {
         let attach = self.spec.hook.attach_type();
         let id = self.program.attach_with_options(device, attach, TcAttachOptions::TcxOrder(order))?;
@@ -167,8 +167,8 @@ impl Attachments {
     /// Makes a device run the programs of this agent, and no others of ours.
     ///
     /// # Errors
-    /// [`DatapathError::NoDevice`], or the kernel's error. What could be done is done: ingress may be attached without
-    /// egress, never the other way round.
+    /// [`DatapathError::NoDevice`], or the kernel's error. Ingress may be attached without egress then, but not vice
+    /// versa.
     pub fn attach(&mut self, ifindex: u32, name: &str) -> Result<(), DatapathError> {
         let gone = || DatapathError::NoDevice { name: name.to_owned(), ifindex };
         let device = device_name(ifindex).ok_or_else(gone)?;
@@ -181,10 +181,10 @@ impl Attachments {
         self.forget_unknown_maps()
     }
 
-    /// Takes all programs of ours off a device, the device being there or not.
+    /// Detaches all programs of ours from a device, which need not exist any more.
     ///
     /// # Errors
-    /// When a pin could not be removed.
+    /// A pin could not be removed.
     pub fn detach(&mut self, ifindex: u32) -> Result<(), DatapathError> {
         for unknown in self.unknown(ifindex)? {
             remove_link(&self.side.link(&unknown, ifindex))?;
@@ -205,8 +205,8 @@ impl Attachments {
         self.programs.iter().any(|program| program.spec.link == link)
     }
 
-    /// Removes maps that no program of ours has, once none that this build does not know runs anywhere. If the other build comes
-    /// back, it begins with an empty map rather than with rows that nothing kept.
+    /// Removes maps of programs that this build does not know, once none of them runs anywhere. If the other build is
+    /// started again, it starts with an empty map instead of outdated rows.
     fn forget_unknown_maps(&self) -> Result<(), DatapathError> {
         if self.side.links()?.iter().all(|link| self.knows(&link.program)) {
             self.side.remove_unknown("maps", |name| self.maps.contains(name) || name == LAYOUTS)?;
@@ -214,17 +214,17 @@ impl Attachments {
         Ok(())
     }
 
-    /// Devices that links of ours are pinned for, whoever attached them, and whether they run the programs of this agent and
-    /// no others of ours.
+    /// Devices with pinned links of ours, by any agent, and whether they run the programs of this agent and no others
+    /// of ours.
     ///
     /// # Errors
-    /// When the pins cannot be read.
+    /// The pins cannot be read.
     pub fn attached(&self) -> Result<BTreeMap<u32, AttachmentEntry>, DatapathError> {
         let devices: BTreeSet<u32> = self.side.links()?.into_iter().map(|link| link.ifindex).collect();
         devices
             .into_iter()
             .map(|ifindex| {
-                // A device that moved to another namespace took its links along.
+                // A device that moved to another namespace keeps its links.
                 let name = device_name(ifindex).unwrap_or_default();
                 let mut complete = !name.is_empty() && self.unknown(ifindex)?.is_empty();
                 for program in &self.programs {
@@ -235,7 +235,7 @@ impl Attachments {
             .collect()
     }
 
-    /// Everything that is attached to a device, ours and others', so that a lost place can be shown.
+    /// All programs attached to a device, including foreign ones, to show a wrong position.
     ///
     /// # Errors
     /// [`DatapathError::NoDevice`], or the kernel's error.
@@ -261,7 +261,8 @@ impl Attachments {
     }
 }
 
-/// The device's present name; `None` when it has gone. For that the library answers an empty name, not an error.
+/// The device's current name; `None` if it does not exist, for which the library returns an empty name instead of an
+/// error.
 pub(super) fn device_name(ifindex: u32) -> Option<String> {
     if_indextoname(ifindex).ok().and_then(|name| name.into_string().ok()).filter(|name| !name.is_empty())
 }

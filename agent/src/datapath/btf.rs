@@ -21,9 +21,9 @@ const DATASEC: u32 = 15;
 const DECL_TAG: u32 = 17;
 const ENUM64: u32 = 19;
 
-/// Type information as the object or the kernel holds it.
+/// Type information in the format of the object and the kernel.
 pub(super) struct Btf<'a> {
-    /// Start of each type; the number of a type is its index plus 1.
+    /// Offset of each type; the ID of a type is its index plus 1.
     types: Vec<&'a [u8]>,
     strings: &'a [u8],
 }
@@ -33,7 +33,7 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
 }
 
 impl<'a> Btf<'a> {
-    /// `None` when the bytes are no type information of this machine's byte order.
+    /// `None` if the bytes are not type information in this machine's byte order.
     pub(super) fn parse(bytes: &'a [u8]) -> Option<Self> {
         if u16::from_ne_bytes(bytes.get(..2)?.try_into().ok()?) != MAGIC {
             return None;
@@ -57,10 +57,11 @@ impl<'a> Btf<'a> {
         Some(String::from_utf8_lossy(bytes.get(..end)?).into_owned())
     }
 
-    /// The fields of the structure with this number, and its size. A type that is no structure is one field without a name.
+    /// The fields of the structure with this ID, and its size. A type that is not a structure is one field without a
+    /// name.
     pub(super) fn row(&self, number: u32) -> Option<Row> {
         let mut found = *self.types.get((number as usize).checked_sub(1)?)?;
-        // Aliases never form a circle; as many steps as there are types are enough.
+        // Aliases never form a cycle; as many steps as there are types suffice.
         for _ in 0..self.types.len() {
             let aliased = word(found, 8)? as usize;
             match kind(word(found, 4)?) {
@@ -76,7 +77,7 @@ impl<'a> Btf<'a> {
         None
     }
 
-    /// Fields stand one after the other without padding, so that each ends where the next one begins.
+    /// Fields are adjacent without padding, so that each ends where the next one starts.
     fn structure(&self, found: &[u8]) -> Option<Row> {
         let size = word(found, 8)? as usize;
         let count = (word(found, 4)? & 0xffff) as usize;
@@ -100,7 +101,7 @@ const fn kind(info: u32) -> u32 {
     info >> 24 & 0x1f
 }
 
-/// Bytes of the type that starts here.
+/// Size of the type that starts here.
 fn length(bytes: &[u8]) -> Option<usize> {
     let info = word(bytes, 4)?;
     let count = (info & 0xffff) as usize;

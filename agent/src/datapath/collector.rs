@@ -1,8 +1,8 @@
-//! Deletes NAT entries whose time is over.
+//! Deletes expired NAT entries.
 //!
-//! The programs stamp entries, and this walks over them, a slice at a time, so that a full map costs no long pause. What
-//! is over is decided by `cistern_core::masquerade::expire`. A flow whose pod has ended is over as soon as one that was reset: the
-//! programs deliver nothing of it any more.
+//! The programs write time stamps to entries; the collector iterates over them in slices, so that a full map causes no
+//! long pause. `cistern_core::masquerade::expire` decides what has expired. A flow whose pod has ended expires like one
+//! that was reset: the programs deliver none of its packets any more.
 
 use super::error::DatapathError;
 use super::kernel;
@@ -20,27 +20,27 @@ use cistern_ebpf_common::map;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 
-/// Entries that one call of [`Collector::step`] looks at, more or less: the kernel gives whole buckets.
+/// Approximate number of entries per call of [`Collector::step`]: the kernel returns whole buckets.
 pub const SLICE: usize = 16_384;
 
-/// What one slice came to.
+/// Result of a slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Collected {
-    /// NAT entries looked at.
+    /// NAT entries examined.
     pub flows: u64,
-    /// Deleted, their time being over.
+    /// Expired entries deleted.
     pub expired: u64,
-    /// Deleted, their address having left the node.
+    /// Entries deleted because their address is no longer on the node.
     pub stale: u64,
-    /// Inbound entries looked at.
+    /// Inbound entries examined.
     pub inbound: u64,
     /// Inbound entries deleted.
     pub inbound_expired: u64,
-    /// The walk over both maps is complete; the next slice starts anew.
+    /// The iteration over both maps is complete; the next slice starts over.
     pub complete: bool,
 }
 
-/// The collector. One for each datapath; it keeps where its walk stands.
+/// The collector, with the position of its iteration. One per datapath.
 #[derive(Debug)]
 pub struct Collector {
     pins: Pins,
@@ -51,7 +51,7 @@ pub struct Collector {
     inbound_walk: Walk<FlowKey, InboundValue>,
     stage: Stage,
     capacity: u64,
-    /// Entries seen in the walk that runs, and in the one before: how full the map is.
+    /// Entries seen in the current iteration, and in the previous one: the fill level of the map.
     seen: u64,
     seen_before: u64,
 }
@@ -80,16 +80,16 @@ impl Collector {
         })
     }
 
-    /// Whether the last complete walk found the NAT map nearly full.
+    /// Whether the last complete iteration found the NAT map nearly full.
     #[must_use]
     pub fn under_pressure(&self) -> bool {
         under_pressure(self.seen_before.max(self.seen), self.capacity)
     }
 
-    /// Looks at one slice and deletes what is over, as of now.
+    /// Processes one slice as of now.
     ///
     /// # Errors
-    /// The kernel's error; the walk starts anew then.
+    /// The kernel's error; the next slice starts over.
     pub fn step(&mut self) -> Result<Collected, DatapathError> {
         self.step_at(kernel::monotonic_seconds())
     }
@@ -97,7 +97,7 @@ impl Collector {
     /// [`Collector::step`] as of `now`, in seconds of the monotonic clock.
     ///
     /// # Errors
-    /// The kernel's error; the walk starts anew then.
+    /// The kernel's error; the next slice starts over.
     pub fn step_at(&mut self, now: u32) -> Result<Collected, DatapathError> {
         let tcp_idle = self.tcp_idle()?;
         let mut collected = Collected::default();
@@ -142,7 +142,7 @@ impl Collector {
             }
         }
         for (key, stale) in over {
-            // Read again: a packet may have come since the slice was read.
+            // Read the entry again: a packet may have arrived since the slice was read.
             let value = match self.flows.get(&key, 0) {
                 Ok(value) => value,
                 Err(MapError::KeyNotFound) => continue,
@@ -151,8 +151,8 @@ impl Collector {
             if !stale && !over_by_time(&key, &value)? {
                 continue;
             }
-            // The authority first: a packet in between finds the cache without it, and makes a new entry. The other way
-            // round it would refill the cache from an entry that then goes.
+            // Delete the authoritative entry first: a packet in between misses the cache and creates a new entry. In
+            // the other order, it would refill the cache from an entry that is then deleted.
             delete(&mut self.flows, map::REV, &key)?;
             delete(&mut self.cache, map::FWD, &key.flow(value.origin, value.origin_port))?;
             if stale {
@@ -198,7 +198,7 @@ fn inbound_expired(key: &FlowKey, value: &InboundValue, now: u32, tcp_idle: u32)
     Ok(expired(state, value.last_seen, now, tcp_idle, false))
 }
 
-/// Deletes an entry; an absent one is a success.
+/// Deletes an entry; succeeds if there is none.
 fn delete<K: aya::Pod, V: aya::Pod>(
     map: &mut HashMap<MapData, K, V>,
     name: &'static str,
@@ -224,15 +224,15 @@ impl Pods {
         Ok(Self(pods))
     }
 
-    /// Whether the pod that opened the flow is none any more.
+    /// Whether the pod that opened the flow no longer exists.
     fn have_ended(&self, flow: &RevValue) -> bool {
         let generation = self.0.get(&flow.origin);
         flow.owner == OWNER_POD && !generation.is_some_and(|pod| same_pod(flow.endpoint_generation, *pod))
     }
 }
 
-/// The addresses that translated flows may have: those of the egress devices, and all others of the node, since a flow
-/// keeps its address when its way changes to another device.
+/// Valid translated addresses: those of the egress devices, and all others of the node, since a flow keeps its address
+/// if its route changes to another device.
 struct OwnAddresses {
     devices: BTreeSet<Ipv4Addr>,
     excluded: LpmTrie<MapData, ExcludedAddress, ExcludedValue>,

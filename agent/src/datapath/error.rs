@@ -1,4 +1,4 @@
-//! What can go wrong between the agent and the kernel's eBPF.
+//! Errors of the kernel's eBPF subsystem.
 
 use cistern_core::reconcile::{Classify, ErrorClass};
 use std::io;
@@ -11,67 +11,67 @@ pub enum DatapathError {
     /// The agent was built without the eBPF object.
     #[error("this cistern was built without its eBPF object: run `cargo xtask build-ebpf` and build again")]
     NoObject,
-    /// The place for pins is on no bpffs.
+    /// The directory for pins is not on a bpffs.
     #[error(
-        "{} is not on a bpffs, so nothing there would outlive the agent: mount one first (`mount -t bpf bpf /sys/fs/bpf`)",
+        "{} is not on a bpffs, so pins there would not outlive the agent: mount one first (`mount -t bpf bpf /sys/fs/bpf`)",
         path.display()
     )]
     NotBpffs {
-        /// The nearest directory that exists.
+        /// The nearest existing directory.
         path: PathBuf,
     },
-    /// A pinned map is not what this agent expects.
+    /// A pinned map differs from what this agent expects.
     #[error(
-        "pinned map {} has {field} {found}, and this agent expects {expected}: the datapath of before goes on; run \
-         `rm -r` on the directory of the pins, which ends the flows that are open, or go back to the former setting",
+        "pinned map {} has {field} {found}, and this agent expects {expected}: the previous datapath continues; run \
+         `rm -r` on the directory of the pins, which ends open flows, or revert the setting",
         path.display()
     )]
     Incompatible {
-        /// The pin.
+        /// The pinned map.
         path: PathBuf,
         /// What differs.
         field: &'static str,
-        /// What the pinned map has.
+        /// The value of the pinned map.
         found: String,
-        /// What is expected.
+        /// The expected value.
         expected: String,
     },
-    /// The eBPF object is not one that this agent can use.
+    /// This agent cannot use the eBPF object.
     #[error("the eBPF object cannot be used: {0}")]
     Object(String),
-    /// The kernel lacks what a program needs.
+    /// The kernel lacks a feature that a program requires.
     #[error("program {program} needs {feature} (Linux {since} or newer): the datapath is not started")]
     Feature {
         /// The program's name.
         program: &'static str,
-        /// What it needs.
+        /// The feature.
         feature: &'static str,
-        /// The first release that has it.
+        /// The first kernel version that has it.
         since: &'static str,
     },
-    /// The description of the pinned maps cannot be used.
+    /// The description of the pinned maps is invalid.
     #[error(
         "the description of the pinned maps, {}, cannot be used: {error}: the programs that are attached continue; run the agent that \
          pinned it, or remove the directory of the pins, which ends the flows that are open",
         path.display()
     )]
     Layouts {
-        /// The pin.
+        /// The pinned map.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         error: String,
     },
     /// The object could not be loaded.
     #[error("cannot load the eBPF programs")]
     Load(#[source] Box<aya::EbpfError>),
-    /// A program was refused, or could not be attached.
+    /// A program was rejected, or could not be attached.
     #[error("program {program}: cannot {action}")]
     Program {
         /// Its name.
         program: &'static str,
-        /// What was tried, with its object.
+        /// The operation and its object.
         action: String,
-        /// Why it failed.
+        /// The cause.
         source: Box<aya::programs::ProgramError>,
     },
     /// A map could not be read or written.
@@ -79,9 +79,9 @@ pub enum DatapathError {
     Map {
         /// Its name.
         map: &'static str,
-        /// What was tried, with its object.
+        /// The operation and its object.
         action: String,
-        /// Why it failed.
+        /// The cause.
         source: Box<aya::maps::MapError>,
     },
     /// A map is full.
@@ -89,10 +89,10 @@ pub enum DatapathError {
     Full {
         /// Its name.
         map: &'static str,
-        /// What did not fit.
+        /// The key that was not inserted.
         key: String,
     },
-    /// A value in a map is none that an agent of this version writes.
+    /// A map has a value that this version does not know.
     #[error("map {map}, row {key}: unknown {field} {value}")]
     Foreign {
         /// The map's name.
@@ -101,18 +101,18 @@ pub enum DatapathError {
         key: String,
         /// The field.
         field: &'static str,
-        /// What it holds.
+        /// Its value.
         value: u64,
     },
     /// A file, a pin or a plain system call.
     #[error("cannot {action}")]
     Io {
-        /// What was tried, with its object.
+        /// The operation and its object.
         action: String,
-        /// Why it failed.
+        /// The cause.
         source: io::Error,
     },
-    /// The device has gone.
+    /// The device no longer exists.
     #[error("device {name} (ifindex {ifindex}) does not exist any more")]
     NoDevice {
         /// Its name.
@@ -120,7 +120,7 @@ pub enum DatapathError {
         /// Its index.
         ifindex: u32,
     },
-    /// The programs log nothing, since the ring buffer is missing.
+    /// Events of the programs cannot be read, because the ring buffer is missing.
     #[error("cannot read what the programs log")]
     Events(#[source] Box<aya_log::Error>),
 }

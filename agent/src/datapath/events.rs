@@ -1,4 +1,4 @@
-//! What the programs log: rare events, such as a flow that found no free port.
+//! Events of the programs, such as a flow without a free port.
 
 use super::error::DatapathError;
 use aya::Ebpf;
@@ -7,10 +7,10 @@ use std::io;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// The target under which the events appear.
+/// Tracing target of the events.
 const TARGET: &str = "cistern::datapath::kernel";
 
-/// The reading end of the programs' ring buffer.
+/// Reader of the programs' ring buffer.
 pub struct Events {
     logger: EbpfLogger<Forward>,
 }
@@ -22,17 +22,17 @@ impl std::fmt::Debug for Events {
 }
 
 impl Events {
-    /// Takes the ring buffer out of what was loaded.
+    /// Takes the ring buffer from the loaded object.
     pub(super) fn take(ebpf: &mut Ebpf) -> Result<Self, DatapathError> {
         let logger =
             EbpfLogger::init_with_logger(ebpf, Forward).map_err(|error| DatapathError::Events(Box::new(error)))?;
         Ok(Self { logger })
     }
 
-    /// Forwards events to `tracing` until it is cancelled.
+    /// Forwards events to `tracing` until cancelled.
     ///
     /// # Errors
-    /// When the ring buffer cannot be waited for.
+    /// The ring buffer cannot be polled.
     pub async fn forward(self) -> Result<(), DatapathError> {
         // SAFETY: the logger owns the ring buffer, hence the descriptor it names is open as long as the logger lives.
         #[expect(unsafe_code, reason = "tokio's registration is unsafe for types that are not I/O safe by their type")]
@@ -48,7 +48,7 @@ impl Events {
     }
 }
 
-/// Hands records of the `log` crate, in which aya gives the events, to `tracing`.
+/// Forwards records of the `log` crate, which aya uses for events, to `tracing`.
 struct Forward;
 
 impl log::Log for Forward {

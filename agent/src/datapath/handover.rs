@@ -1,39 +1,39 @@
-//! How the programs of one build take over from those of another, with every flow.
+//! Takeover: the programs of one build replace those of another without losing flows.
 //!
-//! A start compares the maps that are pinned with those that this build declares:
-//! * **The rows are the same, or grew in place** (see [`layout`](super::layout)): the programs are loaded over the pinned maps, and
-//!   each link gets its new program when the devices are reconciled. Older and newer programs work on the same rows meanwhile.
-//! * **The rows of any map differ otherwise**: all maps are created again in a directory beside, and the programs over them take
-//!   over as stated below, on every device that has links. It takes as long as copying the rows, twice. This is decided for all maps
-//!   together, so that the programs over either set have settings of their own.
+//! At startup, the pinned maps are compared with those that this build declares:
+//! * **The rows are the same, or grew in place** (see [`layout`](super::layout)): the programs are loaded with the pinned maps, and
+//!   each link gets its new program when the devices are reconciled. Older and newer programs use the same rows meanwhile.
+//! * **The rows of any map differ otherwise**: all maps are created in a second directory, and the programs with them take
+//!   over as described below, on every device with links. This takes the time to copy all rows twice. It is decided for all maps
+//!   together, so that the programs with either set have their own settings.
 //!
 //! # The order of a takeover
-//! The *predecessor* is the datapath in `ROOT`, the *successor* the one beside. Both are attached to a device for a while,
-//! the successor's programs behind the predecessor's, and [`handover`] in the settings of each says which part it plays.
+//! The *predecessor* is the datapath in `ROOT`, the *successor* the second one. Both are attached to a device for a while,
+//! the successor's programs behind the predecessor's, and [`handover`] in the settings of each is its role.
 //!
-//! | step | what is done | why no packet is lost and no port allocated twice |
+//! | step | action | why no packet is lost and no port allocated twice |
 //! |---|---|---|
 //! | [`Step::Created`] | maps and programs of the successor are pinned in `ROOT/next` | nothing is attached |
-//! | [`Step::Narrowed`] | the predecessor allocates even ports alone; wait until programs that run have ended | from now on it makes no entry with an odd port that would not be copied |
+//! | [`Step::Narrowed`] | the predecessor only allocates even ports; wait for running programs | from now on it creates no entry with an odd port that would not be copied |
 //! | [`Step::Filled`] | all rows are copied; the successor waits | nothing of it is attached |
-//! | [`Step::Attached`] | on each device, ingress before egress | a waiting program passes every packet untouched |
-//! | [`Step::Committed`] | `ROOT/next` becomes `ROOT/takeover` | from now on the successor may have flows that its predecessor lacks: a start completes the takeover, and never undoes it |
-//! | [`Step::Opened`] | the successor translates the flows that it has, and allocates odd ports alone | it sees only what its predecessor passed on; every entry with an odd port was copied |
-//! | [`Step::Closed`] | the predecessor makes no new entry, and passes such packets on; wait as above | the successor, behind it, makes it |
-//! | [`Step::CaughtUp`] | what the predecessor wrote since is copied | it serves its flows all the while |
-//! | [`Step::Released`] | the successor allocates all ports | it has every entry there is |
-//! | [`Step::EgressDetached`], [`Step::IngressDetached`] | the predecessor leaves every device, egress before ingress | the successor serves both |
-//! | [`Step::Merged`] | what the predecessor saw of flows after they were copied is added to their rows | only times, states and counters are missing |
-//! | [`Step::MapsMoved`], [`Step::Moved`] | the pins of the successor take the places of its predecessor's; `ROOT/takeover` is removed | pins are names: programs do not notice |
+//! | [`Step::Attached`] | on each device, ingress before egress | a waiting program passes all packets unchanged |
+//! | [`Step::Committed`] | `ROOT/next` becomes `ROOT/takeover` | from now on the successor may have flows that its predecessor lacks: a start completes the takeover, and never reverts it |
+//! | [`Step::Opened`] | the successor translates its flows, and only allocates odd ports | it only sees packets that its predecessor passed; all entries with odd ports were copied |
+//! | [`Step::Closed`] | the predecessor creates no entries, and passes such packets; wait as above | the successor, attached after it, creates them |
+//! | [`Step::CaughtUp`] | entries that the predecessor created since are copied | it continues to serve its flows |
+//! | [`Step::Released`] | the successor allocates all ports | it has all entries |
+//! | [`Step::EgressDetached`], [`Step::IngressDetached`] | the predecessor is detached from all devices, egress before ingress | the successor serves both |
+//! | [`Step::Merged`] | the predecessor's updates of flows since they were copied are merged | only times, states and counters are missing |
+//! | [`Step::MapsMoved`], [`Step::Moved`] | the successor's pins replace its predecessor's; `ROOT/takeover` is removed | pins are only names for programs and maps |
 //!
 //! # A kill at any step
 //! The next start, of either build, finds:
-//! * `ROOT/next`: the takeover had not begun. It is removed, and the predecessor allocates all ports again.
-//! * `ROOT/takeover`: it is completed from [`Step::Opened`] on; each step may be repeated. Rows are carried over by the names of
-//!   their fields, from the description that is pinned beside them, so that this needs no knowledge of either build.
+//! * `ROOT/next`: the takeover had not been committed. It is removed, and the predecessor allocates all ports again.
+//! * `ROOT/takeover`: it is completed from [`Step::Opened`] on; each step can be repeated. Rows are carried over by the names of
+//!   their fields, by the description pinned with them, which requires no knowledge of either build.
 //!
-//! Only then are the maps compared with those of the build that starts. So an older build takes over from a newer one in the same
-//! way as a newer one from an older.
+//! Only then are the maps compared with those of the starting build. An older build takes over from a newer one in the same way
+//! as vice versa.
 //!
 //! The first release does not know [`handover`]: taking over from it, the predecessor is neither narrowed nor closed, and a flow
 //! that is opened within the milliseconds between the last copy and the end of its programs may get another port.
@@ -55,22 +55,22 @@ use std::fmt;
 use std::fs;
 use std::io;
 
-/// A step of a takeover that has been done. Tests end a start after each of them, as a kill would.
+/// A completed step of a takeover. Tests stop a start after each of them, as a kill would.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
     /// Maps and programs of the successor are pinned.
     Created,
-    /// The predecessor allocates even ports alone.
+    /// The predecessor allocates only even ports.
     Narrowed,
     /// All rows are copied.
     Filled,
-    /// The successor's programs are attached, and pass every packet.
+    /// The successor's programs are attached, and pass all packets.
     Attached,
     /// From now on the takeover is completed, never undone.
     Committed,
     /// The successor allocates odd ports.
     Opened,
-    /// The predecessor makes no new entry.
+    /// The predecessor creates no entries any more.
     Closed,
     /// What the predecessor wrote since is copied.
     CaughtUp,
@@ -80,11 +80,11 @@ pub enum Step {
     EgressDetached,
     /// All of the predecessor's programs are detached.
     IngressDetached,
-    /// What the predecessor saw last is added.
+    /// The predecessor's last updates are merged.
     Merged,
-    /// The maps are where those of the predecessor were.
+    /// The maps are in the place of the predecessor's.
     MapsMoved,
-    /// Everything is where that of the predecessor was.
+    /// Everything is in the place of the predecessor's.
     Moved,
 }
 
@@ -108,40 +108,40 @@ impl Step {
     ];
 }
 
-/// Is called after each step; an error ends the start there.
+/// Called after each step; an error stops the start there.
 pub type Observer<'a> = &'a mut dyn FnMut(Step) -> io::Result<()>;
 
-/// A map of flows that has another capacity than was asked for. It is used as it is: a new one would end every flow.
+/// A flow map with another capacity than requested. It is kept, because a new one would end all flows.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KeptCapacity {
+pub struct CapacityMismatch {
     /// Its name.
     pub map: String,
-    /// Entries that it holds.
+    /// Its capacity.
     pub found: u32,
-    /// Entries that were asked for.
+    /// The requested capacity.
     pub expected: u32,
 }
 
-impl fmt::Display for KeptCapacity {
+impl fmt::Display for CapacityMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { map, found, expected } = self;
         write!(
             f,
-            "{map} holds {found} entries, and {expected} are configured: it stays as it is, since a new one would end the \
-             flows that are open; it gets its new capacity with the next boot of the machine"
+            "{map} holds {found} entries, and {expected} are configured: it is kept, since a new one would end the \
+             open flows; it gets the new capacity after a reboot"
         )
     }
 }
 
-/// The programs of a build, loaded and pinned, and the maps that they use.
+/// The loaded and pinned programs of a build, and the maps that they use.
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) ebpf: Ebpf,
     pub(super) declared: BTreeMap<String, Declared>,
-    pub(super) kept: Vec<KeptCapacity>,
+    pub(super) kept: Vec<CapacityMismatch>,
 }
 
-/// Loads a build, over the maps that are pinned or over new ones that take over from them.
+/// Loads a build, with the pinned maps or with new ones that take over from them.
 pub(super) fn open(
     pins: &Pins,
     build: &Build<'_>,
@@ -160,7 +160,7 @@ pub(super) fn open(
             Ok(Opened { ebpf, declared, kept })
         }
         Comparison::Differs { map, found, expected, mut kept } => {
-            // Every flow must have its place.
+            // All flows must fit.
             kept.retain(|kept| kept.map == map::REV && kept.found > kept.expected);
             let flows = kept.first().map_or(capacities.flows, |kept| kept.found);
             let capacities = Capacities { flows, ..capacities };
@@ -190,7 +190,7 @@ fn reached(observer: &mut dyn FnMut(Step) -> io::Result<()>, step: Step) -> Resu
     observer(step).map_err(DatapathError::io(format!("continue after {step:?}")))
 }
 
-/// Undoes or completes what an agent that was killed left.
+/// Reverts or completes the takeover of an agent that was killed.
 fn heal(pins: &Pins, build: &Build<'_>, observer: Observer<'_>) -> Result<(), DatapathError> {
     let (serving, next, takeover) = (pins.serving(), pins.next(), pins.takeover());
     if takeover.directory().exists() {
@@ -204,19 +204,19 @@ fn heal(pins: &Pins, build: &Build<'_>, observer: Observer<'_>) -> Result<(), Da
     Ok(())
 }
 
-/// What a comparison of the pinned maps with those of a build came to.
+/// Result of a comparison of the pinned maps with those of a build.
 enum Comparison {
-    /// The build uses the maps that are pinned. Maps of flows whose capacity is another than the one asked for are named.
-    Usable(Vec<KeptCapacity>),
-    /// The rows of this map are others.
-    Differs { map: String, found: String, expected: String, kept: Vec<KeptCapacity> },
+    /// The build can use the pinned maps. Lists flow maps with another capacity than requested.
+    Usable(Vec<CapacityMismatch>),
+    /// The rows of this map differ.
+    Differs { map: String, found: String, expected: String, kept: Vec<CapacityMismatch> },
 }
 
-/// A missing map is no difference, and neither is a capacity that another build left and that this one can use.
+/// Missing maps, and other capacities that this build can use, are no differences.
 ///
 /// # Errors
-/// [`DatapathError::Incompatible`] when a map is of another type, or its rows are not those that are described: another program
-/// made it.
+/// [`DatapathError::Incompatible`] if a map is of another type, or its rows are not as described: another program
+/// created it.
 fn compare(
     side: &Side,
     declared: &BTreeMap<String, Declared>,
@@ -256,9 +256,9 @@ fn compare(
         }
         match capacities.of(name) {
             Some(expected) if found.capacity != expected => {
-                kept.push(KeptCapacity { map: name.clone(), found: found.capacity, expected });
+                kept.push(CapacityMismatch { map: name.clone(), found: found.capacity, expected });
             }
-            // A kind of packets without a slot is not counted; everything else works.
+            // Counters without a slot are not counted.
             None if found.capacity < own.capacity && name != map::COUNTERS => {
                 let [found, expected] = [found.capacity, own.capacity].map(|entries| format!("{entries} entries"));
                 differs = differs.or(Some((name.clone(), found, expected)));
@@ -284,14 +284,14 @@ fn prepare(serving: &Side, next: &Side, build: &Build<'_>, observer: Observer<'_
     reached(observer, Step::Attached)
 }
 
-/// Attaches the successor's programs to every device that has links, each behind the program whose place it takes.
+/// Attaches the successor's programs to every device with links, each directly after the program that it replaces.
 fn attach(serving: &Side, successor: &Side, build: &Build<'_>) -> Result<(), DatapathError> {
     let mut links = serving.links()?;
     // Ingress before egress.
     links.reverse();
     let mut programs = Attached::open_all(successor, build)?;
     for link in links {
-        // A device that has gone, or was moved to another namespace, is none of ours any more.
+        // A device that was deleted, or moved to another namespace, is not ours any more.
         if device_name(link.ifindex).is_none() {
             continue;
         }
@@ -302,11 +302,11 @@ fn attach(serving: &Side, successor: &Side, build: &Build<'_>) -> Result<(), Dat
     Ok(())
 }
 
-/// From [`Step::Opened`] to the end. May be repeated from any point.
+/// From [`Step::Opened`] to the end. Can be repeated from any point.
 fn complete(pins: &Pins, build: &Build<'_>, observer: Observer<'_>) -> Result<(), DatapathError> {
     let (predecessor, successor) = (pins.serving(), pins.takeover());
-    // Of the maps, the settings are moved when all others are, and the description after them: without settings nothing is left to
-    // carry over. Links are moved after the maps.
+    // The settings are moved after all other maps, and the description after them: without settings there is nothing
+    // left to carry over. Links are moved after the maps.
     if successor.map(map::SETTINGS).exists() {
         if role(&successor)? == Some(handover::WAITING) {
             play(&successor, handover::ODD)?;
@@ -347,7 +347,7 @@ fn complete(pins: &Pins, build: &Build<'_>, observer: Observer<'_>) -> Result<()
     reached(observer, Step::Moved)
 }
 
-/// Moves a pin to its place, where it replaces another.
+/// Moves a pin, replacing the one at its destination.
 fn rename(from: &Side, to: &Side, directory: &str, name: &str) -> Result<(), DatapathError> {
     let [from, to] = [from, to].map(|side| side.directory().join(directory).join(name));
     remove_pin(&to)?;
@@ -357,7 +357,8 @@ fn rename(from: &Side, to: &Side, directory: &str, name: &str) -> Result<(), Dat
 /// The only key of an array of one.
 const SLOT: [u8; 4] = [0; 4];
 
-/// The settings of a datapath: their map, their row and its fields. `None` without settings, or without a part to play in them.
+/// The settings of a datapath: their map, their row and its fields. `None` without settings, or without the field for
+/// takeovers.
 fn settings(side: &Side) -> Result<Option<(RawMap, Vec<u8>, Row)>, DatapathError> {
     let path = side.map(map::SETTINGS);
     let failed = || DatapathError::io(format!("read {}", path.display()));
@@ -372,7 +373,7 @@ fn settings(side: &Side) -> Result<Option<(RawMap, Vec<u8>, Row)>, DatapathError
 
 const HANDOVER: &str = "handover";
 
-/// The part that the programs of a datapath play.
+/// The role of a datapath's programs in the takeover.
 fn role(side: &Side) -> Result<Option<u32>, DatapathError> {
     Ok(settings(side)?.and_then(|(_, row, fields)| {
         let field = fields.field(HANDOVER)?;
@@ -380,7 +381,7 @@ fn role(side: &Side) -> Result<Option<u32>, DatapathError> {
     }))
 }
 
-/// Gives the programs of a datapath their part. A build that does not know of it plays none.
+/// Sets the role of a datapath's programs. A build without takeovers ignores it.
 fn play(side: &Side, role: u32) -> Result<(), DatapathError> {
     let Some((map, mut row, fields)) = settings(side)? else { return Ok(()) };
     if let Some(field) = fields.field(HANDOVER)
@@ -394,14 +395,14 @@ fn play(side: &Side, role: u32) -> Result<(), DatapathError> {
     Ok(())
 }
 
-/// Which rows are carried over.
+/// The rows that are carried over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pass {
-    /// All, into maps that nothing uses.
+    /// All rows, into unused maps.
     Fill,
-    /// Those that programs made since.
+    /// Rows created by programs since.
     CatchUp,
-    /// What programs saw of flows since, and what they counted.
+    /// Updates of flows and counters since.
     Merge,
 }
 
@@ -436,7 +437,7 @@ fn carry(from: &Side, to: &Side, pass: Pass) -> Result<(), DatapathError> {
     Ok(())
 }
 
-/// The rows of one map on their way to another.
+/// A map whose rows are being carried over to another.
 struct Carried<'a> {
     source: &'a RawMap,
     target: &'a RawMap,
@@ -451,11 +452,11 @@ impl Carried<'_> {
         })
     }
 
-    /// Copies every row; with [`kernel::NO_EXIST`] none that the target has.
+    /// Copies all rows; with [`kernel::NO_EXIST`] only those that the target does not have.
     fn copy(&self, flags: u64) -> io::Result<()> {
         let array = self.target.kind == MapType::Array as u32;
         self.each(|key, value| {
-            // An array of fewer slots has no place for those beyond.
+            // An array with fewer slots has no place for further ones.
             if array && u32::from_ne_bytes(key.as_slice().try_into().unwrap_or_default()) >= self.target.capacity {
                 return Ok(());
             }
@@ -463,7 +464,8 @@ impl Carried<'_> {
         })
     }
 
-    /// Adds what the source's programs saw to the rows of both: what was seen of either end, and when.
+    /// Merges updates of the source's programs into rows that exist in both: packets seen from either end, and time
+    /// stamps.
     fn merge(&self) -> io::Result<()> {
         let field = |name: &str| self.new.value.field(name).map(|field| field.offset..field.offset + field.size);
         let (bits, time) = (["sent", "received"].map(field), field("last_seen"));
@@ -492,7 +494,7 @@ impl Carried<'_> {
         })
     }
 
-    /// Sets every bit that either has.
+    /// Sets all bits that either has.
     fn unite(&self) -> io::Result<()> {
         self.each(|key, value| {
             let Some(before) = self.target.lookup(&key)? else { return Ok(()) };
@@ -514,7 +516,7 @@ impl Carried<'_> {
     }
 }
 
-/// An unsigned number of up to 8 bytes in the byte order of the machine, which is little-endian wherever the programs run.
+/// An unsigned number of up to 8 bytes in host byte order, which is little-endian on all supported machines.
 fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }

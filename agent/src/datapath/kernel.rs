@@ -1,5 +1,5 @@
-//! The system calls that aya does not offer: rows of maps whose types this build does not know, many entries of a hash map at
-//! once, the device of a tcx link, its end. Layouts are those of `linux/bpf.h`.
+//! System calls that aya does not provide: rows of maps whose types this build does not know, batch lookups in hash
+//! maps, the device of a tcx link, and detaching a link. Layouts are those of `linux/bpf.h`.
 #![expect(unsafe_code, reason = "raw system calls, each with its reason")]
 
 use aya::maps::MapType;
@@ -19,30 +19,30 @@ const BPF_OBJ_GET_INFO_BY_FD: libc::c_int = 15;
 const BPF_MAP_LOOKUP_BATCH: libc::c_int = 24;
 const BPF_LINK_DETACH: libc::c_int = 34;
 
-/// `errno` of an update of a link whose device has gone.
+/// `errno` of an update of a link whose device no longer exists.
 pub(super) const ENOLINK: i32 = libc::ENOLINK;
 
-/// Seconds of the monotonic clock, which the programs stamp entries with.
+/// Seconds of the monotonic clock, as in the programs' time stamps.
 pub(super) fn monotonic_seconds() -> u32 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a timespec that lives through the call.
     let failed = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut time) } != 0;
-    // The clock exists on every Linux; 0 would make every entry young, which deletes nothing.
+    // The clock exists on every Linux; 0 would make all entries young, so that nothing is deleted.
     if failed { 0 } else { u32::try_from(time.tv_sec).unwrap_or(u32::MAX) }
 }
 
-/// What the kernel says of a tcx link.
+/// The kernel's information about a tcx link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TcxLink {
-    /// The program that it runs.
+    /// ID of its program.
     pub(super) program_id: u32,
-    /// Its device; 0 when that has gone.
+    /// Its device; 0 if that no longer exists.
     pub(super) ifindex: u32,
 }
 
-/// Asks a pinned tcx link.
+/// Queries a pinned tcx link.
 pub(super) fn tcx_link(path: &Path) -> io::Result<TcxLink> {
-    /// `struct bpf_link_info` up to the two fields of `tcx`; the kernel fills no more than it is given.
+    /// `struct bpf_link_info` up to the two fields of `tcx`; the kernel fills at most the given length.
     #[repr(C)]
     #[derive(Default)]
     struct LinkInfo {
@@ -72,7 +72,7 @@ pub(super) fn tcx_link(path: &Path) -> io::Result<TcxLink> {
     Ok(TcxLink { program_id: info.program_id, ifindex: info.ifindex })
 }
 
-/// Takes the program of a pinned link off its device before this returns. The pin stays.
+/// Detaches the program of a pinned link synchronously. The pin remains.
 pub(super) fn detach_link(path: &Path) -> io::Result<()> {
     /// The member `link_detach` of `union bpf_attr`.
     #[repr(C)]
@@ -85,7 +85,7 @@ pub(super) fn detach_link(path: &Path) -> io::Result<()> {
     unsafe { bpf(BPF_LINK_DETACH, &mut attr) }.map(drop)
 }
 
-/// Opens what is pinned at `path`.
+/// Opens a pinned object.
 fn object(path: &Path) -> io::Result<OwnedFd> {
     /// The member of `union bpf_attr` for objects by path.
     #[repr(C)]
@@ -98,17 +98,17 @@ fn object(path: &Path) -> io::Result<OwnedFd> {
     let mut attr = ObjectAttr { path: path.as_ptr().addr() as u64, fd: 0, flags: 0 };
     // SAFETY: the path is NUL-terminated and outlives the call.
     let fd = unsafe { bpf(BPF_OBJ_GET, &mut attr)? };
-    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
+    // SAFETY: the kernel has just created this descriptor for us, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Where a walk over a map stands; opaque to us.
+/// Position of an iteration over a map; opaque.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Cursor(u32);
 
-/// Reads up to `keys.len()` entries of a hash map from where `cursor` stands, which is `None` at the start. Returns how
-/// many were read and where to go on, which is `None` at the end. Buckets are read whole, so an entry that stays is
-/// seen exactly once whatever comes and goes meanwhile; when a bucket does not fit, the kernel says `ENOSPC`.
+/// Reads up to `keys.len()` entries of a hash map from `cursor`, initially `None`. Returns their number and the next
+/// position, `None` at the end. Buckets are read whole, so an entry that exists throughout is returned exactly once,
+/// whatever is inserted or deleted meanwhile; if a bucket does not fit, the kernel returns `ENOSPC`.
 pub(super) fn lookup_batch<K: aya::Pod, V: aya::Pod>(
     map: BorrowedFd<'_>,
     cursor: Option<Cursor>,
@@ -120,10 +120,10 @@ pub(super) fn lookup_batch<K: aya::Pod, V: aya::Pod>(
     unsafe { lookup_rows(map, cursor, keys.as_mut_ptr().cast(), values.as_mut_ptr().cast(), count) }
 }
 
-/// [`lookup_batch`] for rows whose types are not known.
+/// [`lookup_batch`] for rows of unknown types.
 ///
 /// # Safety
-/// The buffers hold `count` keys and values of the map.
+/// The buffers must have room for `count` keys and values of the map.
 unsafe fn lookup_rows(
     map: BorrowedFd<'_>,
     cursor: Option<Cursor>,
@@ -155,10 +155,10 @@ unsafe fn lookup_rows(
         element_flags: 0,
         flags: 0,
     };
-    // SAFETY: the caller vouches for the buffers, which like the two positions outlive the call.
+    // SAFETY: the caller guarantees the buffers, which like the two positions outlive the call.
     match unsafe { bpf(BPF_MAP_LOOKUP_BATCH, &mut attr) } {
         Ok(_) => Ok((attr.count as usize, Some(Cursor(to)))),
-        // The walk is over; what was read on the way is there.
+        // The end of the map; entries read so far are returned.
         Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok((attr.count as usize, None)),
         Err(error) => Err(error),
     }
@@ -166,12 +166,12 @@ unsafe fn lookup_rows(
 
 /// `BPF_ANY`: insert or replace.
 pub(super) const ANY: u64 = 0;
-/// `BPF_NOEXIST`: insert alone.
+/// `BPF_NOEXIST`: insert only.
 pub(super) const NO_EXIST: u64 = 1;
-/// `BPF_EXIST`: replace alone.
+/// `BPF_EXIST`: replace only.
 pub(super) const EXIST: u64 = 2;
 
-/// A map whose rows are bytes: another build made it.
+/// A map with untyped rows, created by another build.
 #[derive(Debug)]
 pub(super) struct RawMap {
     fd: OwnedFd,
@@ -181,7 +181,7 @@ pub(super) struct RawMap {
     pub(super) value_size: usize,
     pub(super) capacity: u32,
     pub(super) flags: u32,
-    /// Bytes of a value as system calls take it: of a map with a value for each CPU, all of them.
+    /// Size of a value in system calls: for per-CPU maps that of all values.
     bytes: usize,
 }
 
@@ -203,7 +203,7 @@ impl RawMap {
     }
 
     fn from_fd(fd: OwnedFd) -> io::Result<Self> {
-        /// `struct bpf_map_info` up to `map_flags`; the kernel fills no more than it is given.
+        /// `struct bpf_map_info` up to `map_flags`; the kernel fills at most the given length.
         #[repr(C)]
         #[derive(Default)]
         struct MapInfo {
@@ -268,7 +268,7 @@ impl RawMap {
         }
     }
 
-    /// Writes a row; false when `flags` forbid it.
+    /// Writes a row; returns false if `flags` forbid it.
     pub(super) fn update(&self, key: &[u8], value: &[u8], flags: u64) -> io::Result<bool> {
         Self::checked(key.len(), self.key_size)?;
         Self::checked(value.len(), self.bytes)?;
@@ -294,7 +294,8 @@ impl RawMap {
         }
     }
 
-    /// Visits every row. Of a hash map rows that come or go meanwhile may be visited or not, and each that stays is visited once.
+    /// Visits all rows. In a hash map, rows inserted or deleted meanwhile may or may not be visited; all others are
+    /// visited once.
     pub(super) fn visit(&self, mut row: impl FnMut(&[u8], &[u8]) -> io::Result<()>) -> io::Result<()> {
         if [MapType::Hash as u32, MapType::LruHash as u32].contains(&self.kind) {
             return self.visit_hash(row);
@@ -327,7 +328,7 @@ impl RawMap {
                     }
                     cursor = next;
                 }
-                // One bucket is longer than the buffer.
+                // A bucket exceeds the buffer.
                 Err(error) if error.raw_os_error() == Some(libc::ENOSPC) => count *= 2,
                 Err(error) => return Err(error),
             }
@@ -335,7 +336,7 @@ impl RawMap {
     }
 }
 
-/// Creates an array of one value, and pins it.
+/// Creates an array with one value, and pins it.
 pub(super) fn create_array(name: &str, value_size: u32, path: &Path) -> io::Result<RawMap> {
     /// The members of `union bpf_attr` for a new map, up to its name.
     #[repr(C)]
@@ -371,7 +372,7 @@ pub(super) fn create_array(name: &str, value_size: u32, path: &Path) -> io::Resu
     }
     // SAFETY: it points to nothing.
     let fd = unsafe { bpf(BPF_MAP_CREATE, &mut attr)? };
-    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
+    // SAFETY: the kernel has just created this descriptor for us, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let pin = CString::new(path.as_os_str().as_bytes())?;
     let mut attr = PinAttr { path: pin.as_ptr().addr() as u64, fd: fd.as_raw_fd().cast_unsigned(), flags: 0 };
@@ -387,7 +388,7 @@ pub(super) fn wait_for_programs() {
     // SAFETY: the call takes two numbers.
     let result = unsafe { libc::syscall(libc::SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0) };
     if result != 0 {
-        // Refused where CPUs run without a clock tick (`nohz_full`). A program takes microseconds.
+        // Not available on CPUs without a clock tick (`nohz_full`). A program takes microseconds.
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
 }
@@ -395,7 +396,7 @@ pub(super) fn wait_for_programs() {
 /// The system call itself.
 ///
 /// # Safety
-/// `attr` is the member of `union bpf_attr` that `command` takes, and what it points to lives through the call.
+/// `attr` must be the member of `union bpf_attr` for `command`, and what it points to must outlive the call.
 unsafe fn bpf<A>(command: libc::c_int, attr: &mut A) -> io::Result<RawFd> {
     // SAFETY: the caller vouches for the contents; the length is that of the structure.
     let result = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_mut(attr), size_of::<A>()) };

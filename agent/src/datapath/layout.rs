@@ -1,12 +1,12 @@
-//! What the rows of a map look like, so that builds whose rows differ can tell, and can carry rows from one map to another.
+//! Layouts of map rows, to detect differences between builds, and to carry rows from one map to another.
 //!
-//! A row is described by the names, places and sizes of its fields. This build's description comes from the type information of
-//! its eBPF object; that of pinned maps is pinned beside them, in the map `cst_layouts`, because the kernel shows the type
-//! information of a map to `CAP_SYS_ADMIN` alone, which the agent does not have.
+//! A row is described by the names, offsets and sizes of its fields. This build's description is derived from the type
+//! information of its eBPF object; that of pinned maps is pinned with them, in the map `cst_layouts`, because the
+//! kernel only exposes the type information of a map to `CAP_SYS_ADMIN`, which the agent does not have.
 //!
-//! Rules for a change of a row:
-//! * A new field takes bytes of a field `spare` or `room`, which are zero in every row that a build without it writes: **zero in
-//!   a field that was added means "not known"**. Such a row grows in place, and either build works on the same map.
+//! Rules for changing a row:
+//! * A new field uses bytes of a field `spare` or `room`, which are zero in all rows written by a build without it:
+//!   **zero in an added field means "unknown"**. Such a row grows in place, and both builds can use the same map.
 //! * A field whose meaning changes gets another name, since rows are carried over by name.
 //! * Any other change makes maps incompatible: see [`handover`](super::handover).
 
@@ -28,7 +28,7 @@ pub(super) struct Field {
 }
 
 impl Field {
-    /// Bytes that hold nothing.
+    /// Unused bytes.
     fn is_room(&self) -> bool {
         ["zero", "spare", "room"].contains(&self.name.as_str())
     }
@@ -44,7 +44,7 @@ impl fmt::Display for Field {
     }
 }
 
-/// The fields of a key or of a value.
+/// The fields of a key or value.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(super) struct Row {
     pub(super) size: usize,
@@ -60,7 +60,8 @@ impl Row {
         self.fields.iter().filter(|field| !field.is_room())
     }
 
-    /// The first difference that keeps two builds from using the same rows; `None` when either reads what the other writes.
+    /// The first difference that prevents two builds from using the same rows; `None` if each reads what the other
+    /// writes.
     pub(super) fn conflict(&self, pinned: &Self) -> Option<(String, String)> {
         if self.size != pinned.size {
             return Some((format!("{} bytes", pinned.size), format!("{} bytes", self.size)));
@@ -76,7 +77,7 @@ impl Row {
         })
     }
 
-    /// All fields of both, which do not conflict.
+    /// The fields of both, which must not conflict.
     fn united(&self, other: &Self) -> Self {
         let mut fields: Vec<Field> = self.named().cloned().collect();
         fields.extend(other.named().filter(|field| self.field(&field.name).is_none()).cloned());
@@ -84,8 +85,8 @@ impl Row {
         Self { size: self.size, fields }
     }
 
-    /// A row with these fields that holds what `row`, which has the fields of `from`, holds under the same names. Fields that
-    /// `from` lacks, or has in another size, are zero.
+    /// Converts `row` with the fields of `from` to a row with these fields, by name. Fields that `from` lacks, or has
+    /// in another size, are zero.
     pub(super) fn converted(&self, from: &Self, row: &[u8]) -> Vec<u8> {
         let mut bytes = vec![0; self.size];
         for field in self.named() {
@@ -108,7 +109,7 @@ pub(super) struct Layout {
     pub(super) value: Row,
 }
 
-/// A map as a build declares it.
+/// A map as declared by a build.
 #[derive(Debug, Clone)]
 pub(super) struct Declared {
     pub(super) kind: u32,
@@ -117,7 +118,7 @@ pub(super) struct Declared {
     pub(super) layout: Layout,
 }
 
-/// The maps of a build by name: those in its object whose names are ours.
+/// The maps of a build by name: those in its object with our prefix.
 pub(super) fn declared(object: &[u8]) -> Result<BTreeMap<String, Declared>, DatapathError> {
     let failed = |what: &str| DatapathError::Object(what.to_owned());
     let parsed = aya_obj::Object::parse(object).map_err(|error| DatapathError::Object(error.to_string()))?;
@@ -136,19 +137,19 @@ pub(super) fn declared(object: &[u8]) -> Result<BTreeMap<String, Declared>, Data
     .collect()
 }
 
-/// How the names of our maps start.
+/// Prefix of our maps' names.
 const PREFIX: &str = "cst_";
 
-/// The map that holds the description of the others.
+/// The map with the description of the others.
 pub(super) const LAYOUTS: &str = "cst_layouts";
 
-/// Bytes of its one value: a description takes about 3,000.
+/// Size of its single value: a description has about 3,000 bytes.
 const TEXT: usize = 32_768;
 
 /// The format of the description.
 const FORMAT: u32 = 1;
 
-/// The rows of the maps that are pinned in one place.
+/// The rows of the maps pinned in one directory.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Layouts {
     #[serde(flatten)]
@@ -157,7 +158,7 @@ pub(super) struct Layouts {
 }
 
 impl Layouts {
-    /// The rows of the maps that are pinned; without a description, they are those of the first release.
+    /// The rows of the pinned maps; without a description, those of the first release.
     pub(super) fn read(side: &Side) -> Result<Self, DatapathError> {
         let mut layouts = Self::described(side)?;
         layouts.maps.retain(|name, _| side.map(name).exists());
@@ -183,8 +184,8 @@ impl Layouts {
         Ok(read)
     }
 
-    /// Pins the description of the maps of a build, which keeps the fields that others added to the rows. To be called before
-    /// the maps are created: rows without a description would be taken for those of the first release.
+    /// Pins the description of a build's maps, which keeps the fields that others added to the rows. Must be called
+    /// before the maps are created: rows without a description are assumed to be those of the first release.
     pub(super) fn write(
         side: &Side,
         declared: &BTreeMap<String, Declared>,
@@ -252,7 +253,8 @@ fn first_release() -> BTreeMap<String, Layout> {
                 ("zero", 3),
             ],
         ),
-        // What this release calls `epoch` had the name that endpoints have now; it is read again after the first change.
+        // The name of this field in the first release is used for endpoints now; `epoch` is read again after the first
+        // change.
         (
             "cst_fwd",
             FLOW,
@@ -337,7 +339,7 @@ mod tests {
     #[test]
     fn the_rows_of_the_first_release_have_the_sizes_that_its_maps_have() {
         let sizes: Vec<(usize, usize)> = first_release().values().map(|map| (map.key.size, map.value.size)).collect();
-        // In the order of their names: counters, devices, endpoints, events, excluded, fwd, inbound, ports, rev, settings, tries.
+        // Sorted by name: counters, devices, endpoints, events, excluded, fwd, inbound, ports, rev, settings, tries.
         let expected =
             [(4, 8), (4, 4), (4, 8), (4, 12), (8, 8), (16, 16), (16, 16), (4, 8), (16, 24), (4, 40), (4, 24)];
         assert_eq!(sizes, expected);

@@ -1,4 +1,4 @@
-//! Loads a build over the maps that are pinned in one place.
+//! Loads a build with the maps pinned in one directory.
 
 use super::error::DatapathError;
 use super::layout::Declared;
@@ -10,12 +10,12 @@ use cistern_ebpf_common::map;
 use std::collections::BTreeMap;
 
 /// How many entries the flow maps hold. Maps that are pinned already keep what they have
-/// ([`KeptCapacity`](super::KeptCapacity)).
+/// ([`CapacityMismatch`](super::CapacityMismatch)).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacities {
     /// Translated flows; about 150 bytes of kernel memory each, in two maps.
     pub flows: u32,
-    /// Flows opened from outside that are remembered.
+    /// Flows opened from outside.
     pub inbound: u32,
 }
 
@@ -26,7 +26,7 @@ impl Default for Capacities {
 }
 
 impl Capacities {
-    /// The capacity of a map that is set here rather than in the object.
+    /// The capacity of a map that is set here instead of in the object.
     pub(super) fn of(self, name: &str) -> Option<u32> {
         match name {
             map::REV | map::FWD => Some(self.flows),
@@ -36,8 +36,8 @@ impl Capacities {
     }
 }
 
-/// Loads the programs, creates the maps that are missing, and pins all of it. The programs replace what is pinned as programs; the
-/// links keep what they run.
+/// Loads the programs, creates missing maps, and pins everything. Replaces the pinned programs; links keep their
+/// programs.
 pub(super) fn load(
     side: &Side,
     build: &Build<'_>,

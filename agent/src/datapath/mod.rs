@@ -1,9 +1,9 @@
-//! The kernel side of masquerading: loading the programs, keeping their maps equal to the tables, attaching them to the
+//! The kernel side of masquerading: loads the programs, keeps their maps equal to the tables, and attaches them to the
 //! egress devices.
 //!
 //! ```text
 //!  object ─► handover ─► loader ─► pins/maps ◄─ maps: Excluded, Endpoints, Devices, Settings (Operations)   View (reads)
-//!                            │                    collector (deletes what has had its time)
+//!                            │                    collector (deletes expired entries)      
 //!                            └────► pins/progs ─► attach: Attachments (Operations) ─► pins/links
 //! ```
 //!
@@ -18,12 +18,12 @@
 //! | `pins` | where things are pinned |
 //! | `layout`, `btf` | the fields of rows, and when two builds can use the same |
 //! | `handover` | from one build to another: the order of a takeover, and what a kill leaves |
-//! | `loader` | loads the object over the pinned maps |
-//! | `maps` | the only place that turns core values into the bytes of the maps, and back |
+//! | `loader` | loads the object with the pinned maps |
+//! | `maps` | conversion of core values to the bytes of the maps, and back |
 //! | `attach` | tcx links |
-//! | `collector` | deletes entries whose time is over |
-//! | `events` | what the programs log |
-//! | `kernel` | the system calls that aya does not offer |
+//! | `collector` | deletes expired entries |
+//! | `events` | log events of the programs |
+//! | `kernel` | system calls that aya does not provide |
 
 mod attach;
 mod btf;
@@ -43,7 +43,7 @@ pub use attach::{Attachments, Chain, ChainProgram};
 pub use collector::{Collected, Collector, SLICE};
 pub use error::DatapathError;
 pub use events::Events;
-pub use handover::{KeptCapacity, Observer, Step};
+pub use handover::{CapacityMismatch, Observer, Step};
 pub use loader::Capacities;
 pub use maps::{Devices, Endpoints, Excluded, ExcludedRow, Settings, View};
 pub use object::{build_id, present};
@@ -55,34 +55,34 @@ use maps::SharedSlot;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-/// The loaded datapath: hands out one handle for each target.
+/// The loaded datapath, which opens a handle for each target.
 ///
-/// Every handle owns its file descriptors, so that each can live in a task of its own. There must be one `Datapath` at a
-/// time for each root: the handles remember what they wrote.
+/// Handles own their file descriptors, so that they can be used in separate tasks. There must be only one `Datapath`
+/// per root at a time, because handles cache what they wrote.
 #[derive(Debug)]
 pub struct Datapath {
     pins: Pins,
     slot: SharedSlot,
-    kept: Vec<KeptCapacity>,
+    kept: Vec<CapacityMismatch>,
     maps: BTreeSet<String>,
 }
 
 impl Datapath {
-    /// Loads the programs over the maps pinned under `root`, which are created where they are missing. Nothing is attached, and
-    /// what an agent before attached goes on with its programs until [`Attachments`] swaps them; but where the rows of pinned maps
-    /// are others, the programs take over here.
+    /// Loads the programs with the maps pinned under `root`, creating missing ones. Nothing is attached, and programs
+    /// attached by a previous agent continue until [`Attachments`] replaces them; if the rows of pinned maps differ,
+    /// however, the programs take over here.
     ///
     /// # Errors
-    /// [`DatapathError::NoObject`] when the agent was built without the eBPF object, [`DatapathError::NotBpffs`] when
-    /// `root` is on no bpffs, [`DatapathError::Incompatible`] when a pinned map is none of ours, and the kernel's errors.
+    /// [`DatapathError::NoObject`] if the agent was built without the eBPF object, [`DatapathError::NotBpffs`] if
+    /// `root` is not on a bpffs, [`DatapathError::Incompatible`] if a pinned map is not ours, or the kernel's error.
     pub fn open(root: impl Into<PathBuf>, capacities: Capacities) -> Result<(Self, Events), DatapathError> {
         Self::open_build(root, &Build::embedded()?, capacities, &mut |_| Ok(()))
     }
 
-    /// [`Datapath::open`] for a build of the programs, with an observer of the steps of a takeover.
+    /// [`Datapath::open`] for a build of the programs, with an observer of the takeover's steps.
     ///
     /// # Errors
-    /// As [`Datapath::open`], and the observer's.
+    /// As [`Datapath::open`], or the observer's.
     pub fn open_build(
         root: impl Into<PathBuf>,
         build: &Build<'_>,
@@ -96,16 +96,16 @@ impl Datapath {
         Ok((Self { pins, slot, kept, maps }, Events::take(&mut ebpf)?))
     }
 
-    /// Maps that have another capacity than was asked for.
+    /// Maps with another capacity than requested.
     #[must_use]
-    pub fn kept_capacities(&self) -> &[KeptCapacity] {
+    pub fn capacity_mismatches(&self) -> &[CapacityMismatch] {
         &self.kept
     }
 
-    /// The destinations that keep the pod's address.
+    /// Excluded destinations.
     ///
     /// # Errors
-    /// When the pinned map cannot be opened or read.
+    /// The pinned map cannot be opened or read.
     pub fn excluded(&self) -> Result<Excluded, DatapathError> {
         Excluded::open(&self.pins, self.slot.clone())
     }
@@ -113,7 +113,7 @@ impl Datapath {
     /// The pods of this node.
     ///
     /// # Errors
-    /// When the pinned map cannot be opened.
+    /// The pinned map cannot be opened.
     pub fn endpoints(&self) -> Result<Endpoints, DatapathError> {
         Endpoints::open(&self.pins, self.slot.clone())
     }
@@ -121,15 +121,15 @@ impl Datapath {
     /// The egress devices and their addresses.
     ///
     /// # Errors
-    /// When the pinned map cannot be opened.
+    /// The pinned map cannot be opened.
     pub fn devices(&self) -> Result<Devices, DatapathError> {
         Devices::open(&self.pins, self.slot.clone())
     }
 
-    /// The node-wide settings. `fresh_key` becomes the key of the port walk, unless the maps have one already.
+    /// The node-wide settings. `fresh_key` becomes the key of the port selection, unless the maps have one already.
     ///
     /// # Errors
-    /// When the pinned maps cannot be opened.
+    /// The pinned maps cannot be opened.
     pub fn settings(&self, fresh_key: [u64; 2]) -> Result<Settings, DatapathError> {
         Settings::open(&self.pins, self.slot.clone(), fresh_key)
     }
@@ -137,7 +137,7 @@ impl Datapath {
     /// The programs on the egress devices.
     ///
     /// # Errors
-    /// When the pinned programs cannot be opened.
+    /// The pinned programs cannot be opened.
     pub fn attachments(&self) -> Result<Attachments, DatapathError> {
         self.attachments_of(&Build::embedded()?)
     }
@@ -145,28 +145,28 @@ impl Datapath {
     /// [`Datapath::attachments`] for a build of the programs.
     ///
     /// # Errors
-    /// When the pinned programs cannot be opened.
+    /// The pinned programs cannot be opened.
     pub fn attachments_of(&self, build: &Build<'_>) -> Result<Attachments, DatapathError> {
         Attachments::open(self.pins.serving(), build, self.maps.clone())
     }
 
-    /// What deletes NAT entries whose time is over.
+    /// The collector of expired NAT entries.
     ///
     /// # Errors
-    /// When the pinned maps cannot be opened.
+    /// The pinned maps cannot be opened.
     pub fn collector(&self) -> Result<Collector, DatapathError> {
         Collector::open(&self.pins)
     }
 
-    /// Reads of everything, for listings.
+    /// A reader of all maps, for listings.
     ///
     /// # Errors
-    /// When the pinned maps cannot be opened.
+    /// The pinned maps cannot be opened.
     pub fn view(&self) -> Result<View, DatapathError> {
         View::open(&self.pins)
     }
 
-    /// Where everything is pinned.
+    /// The paths of pinned objects.
     #[must_use]
     pub fn pins(&self) -> &Pins {
         &self.pins

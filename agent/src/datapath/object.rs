@@ -1,4 +1,4 @@
-//! The eBPF object that the build embedded.
+//! The embedded eBPF object.
 
 use std::fmt::Write as _;
 use std::sync::OnceLock;
@@ -10,18 +10,18 @@ const OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/cis
 #[cfg(not(cistern_ebpf))]
 const OBJECT: &[u8] = &[];
 
-/// The object; `None` when the agent was built without.
+/// The object; `None` if the agent was built without it.
 pub(super) fn object() -> Option<&'static [u8]> {
     present().then_some(OBJECT)
 }
 
-/// Whether the agent was built with its eBPF object.
+/// Whether the agent was built with the eBPF object.
 #[must_use]
 pub const fn present() -> bool {
     cfg!(cistern_ebpf)
 }
 
-/// Names the object among all builds: the first 12 hex digits of its SHA-256. `None` when there is none.
+/// Identifies the object: the first 12 hex digits of its SHA-256. `None` if there is none.
 #[must_use]
 pub fn build_id() -> Option<&'static str> {
     static ID: OnceLock<String> = OnceLock::new();

@@ -17,7 +17,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where everything is pinned unless a setting says otherwise.
+/// Default directory of pinned objects.
 pub const DEFAULT_ROOT: &str = "/sys/fs/bpf/cistern";
 
 /// `BPF_FS_MAGIC` of `linux/magic.h`; the C library's headers lack it on some targets.
@@ -38,7 +38,7 @@ pub(super) struct Side {
     directory: PathBuf,
 }
 
-/// A pinned link by its name.
+/// A pinned link, by its name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct PinnedLinkName {
     /// The program's [`Program::link`].
@@ -83,7 +83,7 @@ impl Side {
         Ok(())
     }
 
-    /// Names of what is pinned in a directory; none where the directory is absent.
+    /// Names of the pins in a directory; none if it does not exist.
     pub(super) fn names(&self, directory: &str) -> Result<Vec<String>, DatapathError> {
         let path = self.directory.join(directory);
         let failed = || DatapathError::io(format!("list {}", path.display()));
@@ -99,7 +99,8 @@ impl Side {
         Ok(names)
     }
 
-    /// The links that are pinned, those of ingress programs last: answers to open flows come back until nothing new is sent.
+    /// The pinned links, those of ingress programs last: replies of open flows are translated until nothing new is
+    /// sent.
     pub(super) fn links(&self) -> Result<Vec<PinnedLinkName>, DatapathError> {
         let mut links: Vec<PinnedLinkName> =
             self.names("links")?.iter().filter_map(|name| PinnedLinkName::parse(name)).collect();
@@ -107,7 +108,7 @@ impl Side {
         Ok(links)
     }
 
-    /// Removes the pins of programs and maps that a build does not know; what runs a program goes on.
+    /// Removes the pins of programs and maps that a build does not know; attached programs continue.
     pub(super) fn remove_unknown(&self, directory: &str, known: impl Fn(&str) -> bool) -> Result<(), DatapathError> {
         for name in self.names(directory)?.iter().filter(|name| !known(name)) {
             remove_pin(&self.directory.join(directory).join(name))?;
@@ -115,12 +116,12 @@ impl Side {
         Ok(())
     }
 
-    /// Removes everything of ours: links first, egress before ingress, then programs, then maps. What others put on the same
-    /// devices or into our folders stays. Absent pins are a success, so that an interrupted removal can be repeated. Whether
-    /// there was anything of ours.
+    /// Removes all pinned objects of ours: links first, egress before ingress, then programs, then maps. Foreign
+    /// programs and files are kept. Idempotent, so that an interrupted removal can be repeated. Returns whether there
+    /// was anything.
     ///
     /// # Errors
-    /// The first pin that could not be removed; the rest is tried all the same.
+    /// The first pin that could not be removed; the others are removed nevertheless.
     pub(super) fn remove(&self) -> Result<bool, DatapathError> {
         let (mut first, mut found) = (Ok(()), false);
         let mut keep = |result: Result<(), DatapathError>| {
@@ -172,12 +173,12 @@ impl Pins {
         &self.root
     }
 
-    /// The datapath that serves.
+    /// The serving datapath.
     pub(super) fn serving(&self) -> Side {
         Side { directory: self.root.clone() }
     }
 
-    /// A datapath that is being prepared.
+    /// A datapath in preparation.
     pub(super) fn next(&self) -> Side {
         Side { directory: self.root.join("next") }
     }
@@ -187,25 +188,25 @@ impl Pins {
         Side { directory: self.root.join("takeover") }
     }
 
-    /// Where a map is pinned.
+    /// Path of a pinned map.
     #[must_use]
     pub fn map(&self, name: &str) -> PathBuf {
         self.serving().map(name)
     }
 
-    /// Where a program is pinned.
+    /// Path of a pinned program.
     #[must_use]
     pub fn program(&self, name: &str) -> PathBuf {
         self.serving().program(name)
     }
 
-    /// Where the links are pinned.
+    /// Directory of pinned links.
     #[must_use]
     pub fn links(&self) -> PathBuf {
         self.serving().links_directory()
     }
 
-    /// Where the link of a program and a device is pinned.
+    /// Path of the pinned link of a program and a device.
     #[must_use]
     pub fn link(&self, program: &Program, ifindex: u32) -> PathBuf {
         self.serving().link(program.link, ifindex)
@@ -214,7 +215,7 @@ impl Pins {
     /// Creates the directories.
     ///
     /// # Errors
-    /// [`DatapathError::NotBpffs`] when pins there would be plain files, or the error of creating a directory.
+    /// [`DatapathError::NotBpffs`] if files there would be plain ones, or an I/O error.
     pub(super) fn prepare(&self) -> Result<(), DatapathError> {
         let there = self.root.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
         let kind = statfs(there)
@@ -226,25 +227,25 @@ impl Pins {
         self.serving().create()
     }
 
-    /// Removes everything of ours. Absent pins are a success. Whether there was anything of ours.
+    /// Removes all pinned objects of ours, if there are any. Returns whether there were.
     ///
     /// # Errors
-    /// The first pin that could not be removed; the rest is tried all the same.
+    /// The first pin that could not be removed; the others are removed nevertheless.
     pub fn remove_all(&self) -> Result<bool, DatapathError> {
         let results = [self.takeover().remove(), self.next().remove(), self.serving().remove()];
         results.into_iter().try_fold(false, |found, result| Ok(result? || found))
     }
 }
 
-/// Removes a pinned link; an absent one is a success. The program runs no more when this returns: without a pin the
-/// kernel would take it off some time later.
+/// Removes a pinned link, if it exists. The program is detached when this returns; without detaching, the kernel would
+/// do so asynchronously.
 pub(super) fn remove_link(path: &Path) -> Result<(), DatapathError> {
-    // Whatever the kernel has against it (the device has gone, say), without its pin the link ends.
+    // Ignore errors (such as a deleted device): without its pin the link ends.
     let _ = detach_link(path);
     remove_pin(path)
 }
 
-/// Removes a pin; an absent one is a success.
+/// Removes a pin, if it exists.
 pub(super) fn remove_pin(path: &Path) -> Result<(), DatapathError> {
     match fs::remove_file(path) {
         Ok(()) => Ok(()),
@@ -258,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_somebody_else_pinned_beside_the_links_stays_and_is_no_error() {
+    fn foreign_pins_beside_the_links_are_kept_without_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let pins = Pins::new(dir.path().join("cistern"));
         fs::create_dir_all(pins.links()).unwrap();

@@ -1,15 +1,15 @@
-//! The kernel programs: one table.
+//! The table of kernel programs.
 
 use super::error::DatapathError;
 use aya::programs::tc::TcAttachType;
 use aya::util::KernelVersion;
 
-/// Where a program is attached.
+/// Attach point of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hook {
-    /// Packets that come in by an egress device. First among all programs there, so that the others see pod addresses.
+    /// Packets that arrive by an egress device. First in the device's chain, so that other programs see pod addresses.
     Ingress,
-    /// Packets that leave by an egress device. Last among all programs there, for the same reason.
+    /// Packets that leave by an egress device. Last in the device's chain, for the same reason.
     Egress,
 }
 
@@ -22,16 +22,16 @@ impl Hook {
     }
 }
 
-/// What a program needs from the kernel.
+/// A kernel feature that a program requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Feature {
-    /// tcx links: several programs on one hook, in an order, each swapped in place (Linux 6.6,
+    /// tcx links: several ordered programs per hook, each replaced in place (Linux 6.6,
     /// <https://git.kernel.org/torvalds/c/e420bed02507>).
     Tcx,
 }
 
 impl Feature {
-    /// Name, and the first release that has it.
+    /// Name, and the first kernel version that has it.
     const fn describe(self) -> (&'static str, &'static str, KernelVersion) {
         match self {
             Self::Tcx => ("tcx", "6.6", KernelVersion::new(6, 6, 0)),
@@ -44,11 +44,11 @@ impl Feature {
 pub struct Program {
     /// Its name in the object.
     pub name: &'static str,
-    /// Where it is attached.
+    /// Its attach point.
     pub hook: Hook,
-    /// How the pins of its links start: `LINK_IFINDEX`.
+    /// Prefix of its links' pins: `LINK_IFINDEX`.
     pub link: &'static str,
-    /// What it needs from the kernel.
+    /// Required kernel features.
     pub features: &'static [Feature],
 }
 
@@ -57,7 +57,7 @@ impl Program {
         self.hook
     }
 
-    /// Whether this kernel has what the program needs.
+    /// Whether this kernel has the required features.
     pub(super) fn check(&self) -> Result<(), DatapathError> {
         let Ok(kernel) = KernelVersion::current() else { return Ok(()) };
         let missing = self.features.iter().map(|feature| feature.describe()).find(|(_, _, since)| kernel < *since);
@@ -65,14 +65,14 @@ impl Program {
     }
 }
 
-/// All programs, in the order in which they are attached to a device; they are detached in the opposite order. The ingress program
-/// comes before the egress program, so that no translated packet is sent whose answer would not be understood.
+/// All programs, in the order in which they are attached to a device; they are detached in reverse order. The ingress
+/// program comes before the egress program, so that replies of translated packets can always be translated back.
 pub const PROGRAMS: &[Program] = &[
     Program { name: "cistern_ingress", hook: Hook::Ingress, link: "ingress", features: &[Feature::Tcx] },
     Program { name: "cistern_egress", hook: Hook::Egress, link: "egress", features: &[Feature::Tcx] },
 ];
 
-/// A build of the kernel programs: the eBPF object, and which of its programs are attached where.
+/// A build of the kernel programs: the eBPF object, and the attach points of its programs.
 #[derive(Debug, Clone, Copy)]
 pub struct Build<'a> {
     /// The ELF object.
@@ -82,10 +82,10 @@ pub struct Build<'a> {
 }
 
 impl Build<'static> {
-    /// The build that is part of this agent.
+    /// The build embedded in this agent.
     ///
     /// # Errors
-    /// When the agent was built without its eBPF object.
+    /// The agent was built without the eBPF object.
     pub fn embedded() -> Result<Self, DatapathError> {
         let object = super::object::object().ok_or(DatapathError::NoObject)?;
         Ok(Self { object, programs: PROGRAMS })

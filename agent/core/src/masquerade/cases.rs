@@ -1,7 +1,7 @@
-//! The table of cases that holds the rules in [`decide`](super::decide) and the kernel programs together: it runs on
-//! both, packet in, packet out. It is built for tests only, behind the feature `cases`.
+//! The table of cases for the rules in [`decide`](super::decide) and the kernel programs, which run on both, packet in,
+//! packet out. Built for tests only, with the feature `cases`.
 //!
-//! The fixture is a node with two pods, an uplink, a neighbour node, and remote ends outside the built-in lists.
+//! The fixture is a node with two pods, an uplink, a neighbour node, and remote endpoints outside the built-in lists.
 
 use super::decide::{Content, Direction, Packet, Rule, TcpFlags, Verdict};
 use super::plan::{DatapathSettings, EndpointEntry, ExcludedReason, ExclusionSources, FlowPolicy, exclusions};
@@ -15,7 +15,7 @@ pub const POD_A: Ipv4Addr = Ipv4Addr::new(10, 61, 4, 11);
 pub const POD_B: Ipv4Addr = Ipv4Addr::new(10, 61, 4, 12);
 /// A pod of the node that is never masqueraded.
 pub const POD_EXEMPT: Ipv4Addr = Ipv4Addr::new(10, 61, 4, 13);
-/// The node, by the address that pods leave under.
+/// The node, by its masquerade address.
 pub const NODE: Ipv4Addr = Ipv4Addr::new(172, 29, 8, 20);
 /// The node, by the address of its other uplink.
 pub const NODE_OTHER: Ipv4Addr = Ipv4Addr::new(45, 33, 7, 20);
@@ -23,11 +23,11 @@ pub const NODE_OTHER: Ipv4Addr = Ipv4Addr::new(45, 33, 7, 20);
 pub const NEIGHBOUR: Ipv4Addr = Ipv4Addr::new(172, 29, 8, 21);
 /// A pod of the neighbour.
 pub const POD_REMOTE: Ipv4Addr = Ipv4Addr::new(10, 61, 9, 30);
-/// A remote end outside.
+/// An external remote endpoint.
 pub const WEB: Ipv4Addr = Ipv4Addr::new(45, 33, 7, 80);
 /// Another one.
 pub const WEB_2: Ipv4Addr = Ipv4Addr::new(45, 33, 7, 81);
-/// A private remote end.
+/// A private remote endpoint.
 pub const PRIVATE: Ipv4Addr = Ipv4Addr::new(10, 200, 1, 5);
 /// The cloud's metadata service.
 pub const METADATA: Ipv4Addr = Ipv4Addr::new(169, 254, 169, 254);
@@ -75,7 +75,7 @@ pub fn endpoints() -> BTreeMap<Ipv4Addr, EndpointEntry> {
         .collect()
 }
 
-/// The device by which packets with this source come in: the pod's, or none where the node itself sends them.
+/// The device by which packets with this source arrive: the pod's, or none if the node itself sends them.
 #[must_use]
 pub fn device(source: Ipv4Addr) -> u32 {
     match source {
@@ -86,43 +86,43 @@ pub fn device(source: Ipv4Addr) -> u32 {
     }
 }
 
-/// Something that runs a case: the model, or the kernel.
+/// An implementation that runs a case: the model, or the kernel.
 pub trait Machine {
-    /// Sends a packet, and tells what became of it and which counters of the programs rose, if it can tell.
+    /// Processes a packet, and returns the verdict and the counters that increased, if known.
     fn send(&mut self, direction: Direction, packet: &Packet) -> (Verdict, Vec<String>);
     /// Excludes a prefix.
     fn exclude(&mut self, prefix: Ipv4Net, reason: ExcludedReason);
-    /// Excludes a prefix no longer.
+    /// Removes an excluded prefix.
     fn include(&mut self, prefix: Ipv4Net);
     /// Changes the endpoint at an address, or removes it.
     fn endpoint(&mut self, address: Ipv4Addr, entry: Option<EndpointEntry>);
-    /// Puts settings in force.
+    /// Applies settings.
     fn configure(&mut self, settings: &DatapathSettings);
     /// Changes the address of the device.
     fn readdress(&mut self, address: Option<Ipv4Addr>);
     /// Empties the forward cache.
     fn lose_cache(&mut self);
-    /// Lets a TCP idle timeout pass since every change of policy.
+    /// Advances time by a TCP idle timeout after every change of policy.
     fn close_windows(&mut self);
-    /// How many NAT entries there are.
+    /// The number of NAT entries.
     fn flows(&mut self) -> usize;
 }
 
 /// A port in a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Port {
-    /// This one.
+    /// This port.
     Is(u16),
-    /// The one that the flow with this name was given.
+    /// The port of the flow with this name.
     Of(&'static str),
 }
 
 /// One step of a case.
 #[derive(Debug, Clone, Copy)]
 pub enum Step {
-    /// A packet, and what is to become of it.
+    /// A packet, and the expected result.
     Send(Direction, Content, (Ipv4Addr, Port), (Ipv4Addr, Port), Expect),
-    /// A packet that leaves, having come in by this device, and what is to become of it.
+    /// A leaving packet that arrived by this device, and the expected result.
     By(u32, Content, (Ipv4Addr, u16), (Ipv4Addr, u16), Expect),
     /// [`Machine::endpoint`]
     Endpoint(Ipv4Addr, Option<EndpointEntry>),
@@ -138,22 +138,22 @@ pub enum Step {
     LoseCache,
     /// [`Machine::close_windows`]
     CloseWindows,
-    /// [`Machine::flows`] has to be this.
+    /// Expected result of [`Machine::flows`].
     Flows(usize),
 }
 
-/// What is to become of a packet.
+/// Expected result for a packet.
 #[derive(Debug, Clone, Copy)]
 pub enum Expect {
     /// Unchanged, by this rule.
     Unchanged(Rule),
-    /// From this address with its own port, by this rule.
+    /// Source translated to this address with its own port, by this rule.
     Kept(Ipv4Addr, Rule),
-    /// From this address with another port, which may be given and gets this name, by this rule.
+    /// Source translated to this address with another valid port, which gets this name, by this rule.
     Moved(Ipv4Addr, &'static str, Rule),
-    /// From this address with the port that the flow of this name has, by this rule.
+    /// Source translated to this address with the port of the flow with this name, by this rule.
     Same(Ipv4Addr, &'static str, Rule),
-    /// To this end, by the rule for answers.
+    /// Destination translated to this endpoint, by the rule for replies.
     Back(Ipv4Addr, u16),
     /// Dropped, by this rule.
     Dropped(Rule),
@@ -171,7 +171,7 @@ pub struct Case {
 /// Runs a case.
 ///
 /// # Errors
-/// The first step that came out otherwise.
+/// The first step with another result.
 pub fn run(case: &Case, machine: &mut impl Machine) -> Result<(), String> {
     let mut given: BTreeMap<&str, u16> = BTreeMap::new();
     for (index, step) in case.steps.iter().enumerate() {
@@ -215,7 +215,7 @@ pub fn run(case: &Case, machine: &mut impl Machine) -> Result<(), String> {
     Ok(())
 }
 
-/// Sends a packet and compares what became of it and what was counted; returns the name that a port got.
+/// Sends a packet and compares verdict and counters; returns the name of a port.
 fn send(
     machine: &mut impl Machine,
     direction: Direction,
@@ -241,7 +241,7 @@ fn send(
     if counted { Ok(name) } else { Err(format!("expected {rule:?} to be counted, got {counters:?}")) }
 }
 
-/// Compares; returns the name that a port got.
+/// Compares; returns the name of a port.
 fn check(
     packet: &Packet,
     verdict: Verdict,
@@ -272,7 +272,7 @@ fn check(
         {
             Ok(None)
         }
-        _ => Err("it came out otherwise".to_owned()),
+        _ => Err("another result".to_owned()),
     }
 }
 
@@ -291,7 +291,7 @@ const fn come(content: Content, from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), expe
     Step::Send(Direction::Ingress, content, (from.0, Port::Is(from.1)), (to.0, Port::Is(to.1)), expect)
 }
 
-/// An answer to the port that the flow of this name was given.
+/// A reply to the port of the flow with this name.
 const fn answer(content: Content, from: (Ipv4Addr, u16), name: &'static str, expect: Expect) -> Step {
     Step::Send(Direction::Ingress, content, (from.0, Port::Is(from.1)), (NODE, Port::Of(name)), expect)
 }

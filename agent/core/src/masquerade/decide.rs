@@ -1,8 +1,8 @@
-//! The rules of the kernel programs once more, for `explain` and for the table of cases that runs on both.
+//! A model of the kernel programs' rules, for `explain` and for test cases that run on both.
 //!
-//! [`Node`] holds what the maps hold, and [`Node::decide`] does to a packet what the programs would, with a reason in
-//! words. Two things are left to the kernel: the order in which free ports are tried once the source port is taken
-//! (here the lowest free one is given), and sockets of the host, which only the kernel can look up.
+//! [`Node`] has the content of the maps, and [`Node::decide`] treats a packet like the programs, with a human-readable
+//! reason. Two differences: the order in which free ports are tried if the source port is taken (here the lowest free
+//! one is used), and sockets of the host, which only the kernel can look up.
 
 use super::expire::{FlowOwner, Protocol};
 use super::plan::{DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason, FlowPolicy};
@@ -14,17 +14,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-/// Which of the two programs sees the packet.
+/// The program that processes the packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Direction {
-    /// On its way out by an egress device.
+    /// Leaving by an egress device.
     Egress,
-    /// Coming in by one.
+    /// Arriving by an egress device.
     Ingress,
 }
 
-/// TCP flags that matter here.
+/// Relevant TCP flags.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TcpFlags {
     /// SYN
@@ -42,11 +42,11 @@ impl TcpFlags {
     pub const SYN: Self = Self { syn: true, ack: false, fin: false, rst: false };
     /// The answer to it.
     pub const SYN_ACK: Self = Self { syn: true, ack: true, fin: false, rst: false };
-    /// A packet in the middle.
+    /// A packet of an established connection.
     pub const ACK: Self = Self { syn: false, ack: true, fin: false, rst: false };
-    /// The last packet of one end.
+    /// The last packet from one end.
     pub const FIN: Self = Self { syn: false, ack: true, fin: true, rst: false };
-    /// A refusal.
+    /// A reset.
     pub const RST: Self = Self { syn: false, ack: false, fin: false, rst: true };
 
     /// Whether they open a connection.
@@ -55,14 +55,14 @@ impl TcpFlags {
         self.syn && !self.ack && !self.fin && !self.rst
     }
 
-    /// Whether a packet with them and without an entry may never open a flow.
+    /// Whether a packet with them never creates a flow.
     #[must_use]
     pub const fn never_opens(self) -> bool {
         (self.syn || self.fin || self.rst) && !self.opens()
     }
 }
 
-/// What a packet carries.
+/// Payload of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Content {
@@ -70,17 +70,17 @@ pub enum Content {
     Tcp(TcpFlags),
     /// UDP with ports.
     Udp,
-    /// ICMP echo request; the identifier stands as source port.
+    /// ICMP echo request; the identifier is the source port.
     EchoRequest,
-    /// ICMP echo reply; the identifier stands as destination port.
+    /// ICMP echo reply; the identifier is the destination port.
     EchoReply,
-    /// ICMP that reports an error, by its type.
+    /// ICMP error, by type.
     IcmpError(u8),
-    /// Any other ICMP, by its type.
+    /// Other ICMP, by type.
     IcmpOther(u8),
-    /// Any other protocol, by its number.
+    /// Other protocol, by number.
     Other(u8),
-    /// A part of a larger packet.
+    /// A fragment.
     Fragment,
 }
 
@@ -99,30 +99,30 @@ impl Content {
     }
 }
 
-/// A packet, as far as the rules ask.
+/// The relevant fields of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Packet {
-    /// What it carries.
+    /// Payload.
     pub content: Content,
-    /// From; port 0 where there is none.
+    /// Source; port 0 if it has none.
     pub source: SocketAddrV4,
-    /// To; port 0 where there is none.
+    /// Destination; port 0 if it has none.
     pub destination: SocketAddrV4,
-    /// `ifindex` of the device by which it came to the node; 0 where the node itself sends it.
+    /// `ifindex` of the device by which it arrived at the node; 0 if the node itself sends it.
     pub device: u32,
 }
 
-/// What becomes of a packet.
+/// Result for a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
-    /// It goes on unchanged.
+    /// Passed unchanged.
     Pass,
-    /// It goes on from this source.
+    /// Source translated to this.
     Source(SocketAddrV4),
-    /// It goes on to this destination.
+    /// Destination translated to this.
     Destination(SocketAddrV4),
-    /// It ends here.
+    /// Dropped.
     Drop,
 }
 
@@ -130,37 +130,37 @@ pub enum Verdict {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Rule {
-    /// The flow has its entry.
+    /// The flow has an entry.
     KnownFlow,
-    /// The flow got an entry.
+    /// An entry was created for the flow.
     NewFlow,
-    /// The flow's entry was in the reverse map alone.
+    /// The flow's entry was found in the reverse map only.
     FoundFlow,
     /// The destination is excluded.
     Excluded,
-    /// The packet answers a flow that was opened from outside.
+    /// A reply of a flow that was opened from outside.
     InboundReply,
-    /// The packet opens a flow from outside towards a pod.
+    /// The first packet of a flow from outside to a pod.
     InboundCreated,
     /// The pod is never masqueraded.
     PodExempt,
-    /// The source is a pod, but the packet came in by another device than the pod's.
+    /// The source is a pod, but the packet arrived by another device than the pod's.
     OtherDevice,
     /// The source is neither a pod of this node nor its address.
     ForeignSource,
-    /// The host's own flow.
+    /// A flow of the host itself.
     HostFlow,
-    /// The host's own flow was moved, since a pod flow has its port.
+    /// A flow of the host itself, translated because a pod flow has its port.
     HostTranslated,
     /// The flow may be older than the policy.
     PolicyWindow,
     /// FIN, RST or SYN+ACK without an entry.
     NeverOpens,
-    /// Masquerading is switched off.
+    /// Masquerading is disabled.
     Disabled,
-    /// Fragments wait for a later release.
+    /// Not implemented: fragments pass untranslated.
     Fragment,
-    /// ICMP errors wait for a later release.
+    /// Not implemented: ICMP errors pass untranslated.
     IcmpError,
     /// An echo reply.
     EchoReply,
@@ -172,16 +172,16 @@ pub enum Rule {
     NoDeviceAddress,
     /// No port is free.
     NoPort,
-    /// Ingress: the answer to a translated flow.
+    /// Ingress: a reply of a translated flow.
     Reversed,
-    /// Ingress: the answer to a flow whose pod has ended.
+    /// Ingress: the reply of a flow whose pod has ended.
     PodEnded,
-    /// Ingress: for the host, or a pod flow that needs nothing.
+    /// Ingress: for the host, or a pod flow without translation.
     NotOurs,
 }
 
 impl Rule {
-    /// The counter that the programs raise for it; none where they count nothing.
+    /// The counter that the programs increment; `None` if they count nothing.
     #[must_use]
     pub const fn counter(self) -> Option<Counter> {
         Some(match self {
@@ -216,11 +216,11 @@ impl Rule {
 /// A verdict with its reason.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Decision {
-    /// What becomes of the packet.
+    /// Result for the packet.
     pub verdict: Verdict,
     /// The rule that decided.
     pub rule: Rule,
-    /// Why, in one sentence for people.
+    /// Human-readable reason, in one sentence.
     pub why: String,
 }
 
@@ -241,53 +241,53 @@ impl fmt::Display for Decision {
     }
 }
 
-/// A flow as its local end sends it.
+/// A flow in its local form, before translation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Flow {
     /// Transport protocol.
     pub protocol: Protocol,
-    /// The local end.
+    /// The pre-NAT source.
     pub local: SocketAddrV4,
-    /// The remote end.
+    /// The remote endpoint.
     pub remote: SocketAddrV4,
 }
 
-/// The outside end of a flow.
+/// The translated tuple: remote endpoint and post-NAT source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Outside {
     /// Transport protocol.
     pub protocol: Protocol,
-    /// The remote end.
+    /// The remote endpoint.
     pub remote: SocketAddrV4,
-    /// The node's end.
+    /// The translated source: the node's address and port.
     pub external: SocketAddrV4,
 }
 
-/// Who owns an outside end.
+/// Owner of a translated tuple.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Owner {
-    /// The local end.
+    /// The pre-NAT source.
     pub origin: SocketAddrV4,
-    /// Whose it is.
+    /// Kind of the owner.
     pub kind: FlowOwner,
     /// [`EndpointEntry::generation`] of the pod; 0 for the host.
     pub generation: u32,
 }
 
-/// What the cache keeps of a flow.
+/// A cache entry of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cached {
-    /// The node's end.
+    /// The translated source: the node's address and port.
     pub external: SocketAddrV4,
-    /// Whose it is.
+    /// Kind of the owner.
     pub kind: FlowOwner,
     /// [`EndpointEntry::generation`] of the pod; 0 for the host.
     pub generation: u32,
-    /// The device by which the pod's packets come in; 0 where any counts.
+    /// The device by which the pod's packets arrive; 0 for any.
     pub device: u32,
 }
 
-/// Whose flow is looked for or opened.
+/// The owner of a flow that is searched or created.
 #[derive(Debug, Clone, Copy)]
 struct Local {
     kind: FlowOwner,
@@ -300,35 +300,35 @@ const HOST: Local = Local { kind: FlowOwner::Host, generation: 0, device: 0 };
 /// An excluded prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exclusion {
-    /// Why.
+    /// The reason.
     pub reason: ExcludedReason,
-    /// When it was added, in seconds; `None` when no flow can have been translated to it.
+    /// When it was added, in seconds; `None` if no flow can have been translated to it.
     pub since: Option<u32>,
 }
 
-/// What the maps hold, for one device.
+/// Content of the maps, for one device.
 #[derive(Debug, Clone)]
 pub struct Node {
     /// Node-wide settings.
     pub settings: DatapathSettings,
-    /// The device that packets leave and come by.
+    /// The device of the packets.
     pub device: DeviceEntry,
     /// The pods of this node.
     pub endpoints: BTreeMap<Ipv4Addr, EndpointEntry>,
     /// Excluded destinations.
     pub excluded: BTreeMap<Ipv4Net, Exclusion>,
-    /// Translated flows: the authority.
+    /// Translated flows: authoritative.
     pub flows: BTreeMap<Outside, Owner>,
-    /// Translated flows: the cache, which may have lost some.
+    /// Translated flows: the cache, which may be incomplete.
     pub cache: BTreeMap<Flow, Cached>,
-    /// Flows opened from outside, as the pod answers.
+    /// Flows opened from outside, in the direction of the pod's replies.
     pub inbound: BTreeSet<Flow>,
-    /// When the policy last changed so that flows may be translated that were not, in seconds.
+    /// Time in seconds of the last policy change by which existing flows may newly be translated.
     pub policy_changed: Option<u32>,
 }
 
 impl Node {
-    /// A node with these settings and nothing else.
+    /// A node with these settings and empty maps.
     #[must_use]
     pub fn new(settings: DatapathSettings) -> Self {
         Self {
@@ -343,8 +343,7 @@ impl Node {
         }
     }
 
-    /// Decides about a packet at `now`, in seconds, and does to the maps what the programs do. Who only wants to know
-    /// asks a copy.
+    /// Decides about a packet at `now`, in seconds, and updates the maps like the programs. Use a copy to only query.
     pub fn decide(&mut self, direction: Direction, packet: &Packet, now: u32) -> Decision {
         let protocol = match packet.content {
             Content::Fragment => return untouched(Rule::Fragment, "fragments are not translated yet"),
@@ -519,7 +518,7 @@ impl Node {
     }
 
     fn ingress(&mut self, content: Content, flow: Flow, _now: u32) -> Decision {
-        let not_ours = untouched(Rule::NotOurs, "no entry, hence for the host or as it stands");
+        let not_ours = untouched(Rule::NotOurs, "no entry: for the host, or not translated");
         if content == Content::EchoRequest {
             return not_ours;
         }
@@ -552,7 +551,7 @@ impl Node {
         untouched(Rule::InboundCreated, format!("opens a flow towards pod {}", answer.local))
     }
 
-    /// The longest excluded prefix that holds the address.
+    /// The longest excluded prefix that contains the address.
     fn exclusion(&self, address: Ipv4Addr) -> Option<(Ipv4Net, Exclusion)> {
         (0..=32).rev().find_map(|length| {
             let prefix = Ipv4Net::new(address, length).ok()?.trunc();
@@ -565,7 +564,7 @@ impl Node {
             || self.exclusion(address).is_some_and(|(_, exclusion)| exclusion.reason == ExcludedReason::OwnNode)
     }
 
-    /// Whether the source is still the endpoint that the cached flow is of.
+    /// Whether the source is still the endpoint of the cached flow.
     fn of_endpoint(&self, flow: &Flow, entry: &Cached) -> bool {
         entry.kind == FlowOwner::Host
             || self.endpoints.get(flow.local.ip()).is_some_and(|endpoint| {
@@ -573,7 +572,7 @@ impl Node {
             })
     }
 
-    /// Caches a flow that has its entry. One that a former pod with the same address left becomes this pod's.
+    /// Caches a flow that has an entry. An entry of a former pod with the same address becomes this pod's.
     fn adopt(&mut self, flow: &Flow, external: SocketAddrV4, local: Local) {
         let outside = Outside { protocol: flow.protocol, remote: flow.remote, external };
         if let Some(owner) = self.flows.get_mut(&outside) {
@@ -619,14 +618,14 @@ impl Node {
         let own = flow.local.port();
         let free = |port: &u16| self.givable(flow.protocol, *port) && !self.flows.contains_key(&outside(*port));
         let Some(port) = std::iter::once(own).chain(0..=u16::MAX).find(free) else {
-            return Decision::new(Verdict::Drop, Rule::NoPort, format!("every port towards {} is taken", flow.remote));
+            return Decision::new(Verdict::Drop, Rule::NoPort, format!("all ports towards {} are in use", flow.remote));
         };
         let Local { kind, generation, device } = local;
         self.flows.insert(outside(port), Owner { origin: flow.local, kind, generation });
         let external = SocketAddrV4::new(address, port);
         self.cache.insert(flow, Cached { external, kind, generation, device });
         let why = match kind {
-            FlowOwner::Pod => format!("pod {} speaks to {}, which no rule excludes", flow.local.ip(), flow.remote.ip()),
+            FlowOwner::Pod => format!("pod {} sends to {}, which no rule excludes", flow.local.ip(), flow.remote.ip()),
             FlowOwner::Host => "the host's own flow, but a pod has its port".to_owned(),
         };
         Decision::new(Verdict::Source(external), rule, why)
@@ -641,7 +640,7 @@ fn known(external: SocketAddrV4) -> Decision {
     Decision::new(
         Verdict::Source(external),
         Rule::KnownFlow,
-        "the flow has its entry, which counts whatever the policy is now",
+        "the flow has an entry, which has precedence over the current policy",
     )
 }
 
@@ -654,7 +653,7 @@ mod tests {
     use super::super::cases::{self, CASES, Machine};
     use super::*;
 
-    /// Runs cases on the model. Its clock stands still but for [`Machine::close_windows`].
+    /// Runs cases on the model. Its clock only advances in [`Machine::close_windows`].
     struct Model {
         node: Node,
         now: u32,
@@ -740,7 +739,7 @@ mod tests {
         };
         assert_eq!(
             ask(cases::WEB),
-            "leaves as 172.29.8.20:41000: pod 10.61.4.11 speaks to 45.33.7.80, which no rule excludes"
+            "leaves as 172.29.8.20:41000: pod 10.61.4.11 sends to 45.33.7.80, which no rule excludes"
         );
         assert_eq!(ask(cases::POD_REMOTE), "unchanged: 10.61.9.30 is in the pod CIDR of a known node (10.61.9.0/24)");
     }

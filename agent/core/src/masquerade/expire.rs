@@ -1,12 +1,12 @@
-//! When a NAT entry has had its time (`masquerade` 3.5, decision 10).
+//! Expiry of NAT entries (`masquerade` 3.5, decision 10).
 //!
-//! The kernel keeps, for each entry, the time of its last packet and what was seen from either end. What that means is
-//! decided here; the collector in the datapath only walks and deletes.
+//! The kernel records for each entry the time of its last packet and what was seen from either end. Here the state and
+//! its lifetime are derived; the collector in the datapath only iterates and deletes.
 
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddrV4;
 
-/// Transport protocol of a flow that has ports, or an echo identifier instead.
+/// Transport protocol of a flow with ports or an echo identifier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Protocol {
@@ -18,7 +18,7 @@ pub enum Protocol {
     Icmp,
 }
 
-/// What was seen from one end of a flow.
+/// Packets seen from one end of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Seen {
     /// Any packet.
@@ -29,28 +29,28 @@ pub struct Seen {
     pub rst: bool,
 }
 
-/// Where a flow is in its life. The order is that in which flows are given up when the map is nearly full.
+/// State of a flow. The order is that of eviction when the map is nearly full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FlowState {
-    /// TCP: one end reset it.
+    /// TCP: reset by one end.
     Reset,
-    /// TCP: both ends are done.
+    /// TCP: both ends have sent FIN.
     Closing,
-    /// TCP: only one end has spoken.
+    /// TCP: packets from one end only.
     Opening,
-    /// UDP: only one end has spoken.
+    /// UDP: packets from one end only.
     Unreplied,
     /// ICMP echo.
     Echo,
-    /// UDP: both ends have spoken.
+    /// UDP: packets from both ends.
     Replied,
-    /// TCP: both ends have spoken, and at most one is done.
+    /// TCP: packets from both ends, and FIN from at most one.
     Established,
 }
 
 impl FlowState {
-    /// The state that follows from what was seen of the flow's own end and of the remote end.
+    /// The state derived from packets of the local and of the remote end.
     #[must_use]
     pub fn of(protocol: Protocol, sent: Seen, received: Seen) -> Self {
         match protocol {
@@ -65,76 +65,76 @@ impl FlowState {
     }
 }
 
-/// Whose flow an entry holds.
+/// Owner of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FlowOwner {
     /// A pod of this node.
     Pod,
-    /// The host itself: its port is held so that no pod is given it, or it was moved because a pod has it.
+    /// The host itself: its port is reserved against use by a pod, or it was translated because a pod has it.
     Host,
 }
 
-/// A NAT entry as people and programs read it. Echoes have their identifier where others have a port.
+/// A NAT entry for display. Echoes have their identifier as port.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct FlowRecord {
     /// Transport protocol.
     pub protocol: Protocol,
-    /// The pod's end.
+    /// The pod's endpoint.
     pub origin: SocketAddrV4,
-    /// The end outside.
+    /// The remote endpoint.
     pub remote: SocketAddrV4,
-    /// The node's end, as the remote end sees it.
+    /// The translated source, as seen by the remote end.
     pub external: SocketAddrV4,
-    /// Whose flow it is.
+    /// The owner.
     pub owner: FlowOwner,
-    /// Where it is in its life.
+    /// The state.
     pub state: FlowState,
     /// Seconds since its first packet.
     pub age_seconds: u32,
     /// Seconds since its last packet.
     pub idle_seconds: u32,
-    /// `ifindex` of the device that it leaves by.
+    /// `ifindex` of its egress device.
     pub ifindex: u32,
 }
 
-/// A flow that was opened from outside towards a pod, as people and programs read it.
+/// A flow opened from outside to a pod, for display.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct InboundRecord {
     /// Transport protocol.
     pub protocol: Protocol,
-    /// The pod's end.
+    /// The pod's endpoint.
     pub pod: SocketAddrV4,
-    /// The end outside.
+    /// The remote endpoint.
     pub remote: SocketAddrV4,
-    /// Where it is in its life.
+    /// The state.
     pub state: FlowState,
     /// Seconds since its first packet.
     pub age_seconds: u32,
     /// Seconds since its last packet.
     pub idle_seconds: u32,
-    /// `ifindex` of the device that it came by.
+    /// `ifindex` of the device that it arrived by.
     pub ifindex: u32,
 }
 
-/// Idle seconds after which a TCP connection that both ends speak on is given up by default: 6 h.
+/// Default idle timeout of established TCP connections in seconds: 6 h.
 pub const TCP_IDLE_DEFAULT: u32 = 21_600;
-/// Least value of that setting: Linux sends its first keep-alive after 7,200 s, and it has to arrive in time.
+/// Minimum of that setting: Linux sends the first keep-alive after 7,200 s, which must arrive in time.
 pub const TCP_IDLE_MINIMUM: u32 = 7_260;
 
-/// Above this share of the map in use, in percent, flows that hold a port to little purpose are given up sooner.
+/// Above this fill level of the map, in percent, lifetimes are reduced.
 pub const PRESSURE_PERCENT: u64 = 90;
 
-/// Whether the map is so full that [`lifetime`] is cut.
+/// Whether the map is so full that [`lifetime`] is reduced.
 #[must_use]
 pub fn under_pressure(entries: u64, capacity: u64) -> bool {
     entries.saturating_mul(100) > capacity.saturating_mul(PRESSURE_PERCENT)
 }
 
-/// Idle seconds that a flow in this state is kept.
+/// Idle timeout in seconds of a flow in this state.
 ///
-/// Under pressure resets and closings go at once, half-open connections and unanswered UDP after 5 s, answered UDP and
-/// echoes after 30 s and 10 s. An established TCP connection never goes before its time.
+/// Under pressure, reset and closing flows expire at once, half-open connections and unreplied UDP after 5 s, replied
+/// UDP and echoes after 30 s and 10 s. Established TCP connections keep their timeout.
 #[must_use]
 pub fn lifetime(state: FlowState, tcp_idle: u32, pressure: bool) -> u32 {
     match (state, pressure) {
@@ -150,8 +150,8 @@ pub fn lifetime(state: FlowState, tcp_idle: u32, pressure: bool) -> u32 {
     }
 }
 
-/// Whether a flow that was last seen at `last_seen` is to be given up at `now`, both in seconds of one clock. A time in
-/// the future counts as now: the kernel may have written it after `now` was read.
+/// Whether a flow last seen at `last_seen` has expired at `now`, both in seconds of one clock. A time in the future
+/// counts as now: the kernel may have written it after `now` was read.
 #[must_use]
 pub fn expired(state: FlowState, last_seen: u32, now: u32, tcp_idle: u32, pressure: bool) -> bool {
     now.saturating_sub(last_seen) >= lifetime(state, tcp_idle, pressure)
@@ -184,7 +184,7 @@ mod tests {
         }
     }
 
-    // The times themselves; that the collector acts on them is shown in the eBPF tests.
+    // The constants; the eBPF tests cover their use by the collector.
     #[test]
     fn lifetimes_are_those_of_the_specification() {
         let tcp_idle = TCP_IDLE_DEFAULT;

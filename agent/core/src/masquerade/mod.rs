@@ -1,4 +1,4 @@
-//! Which packets leave under the node's address, and which keep the pod's.
+//! Masquerading: which packets leave with the node's address, and which with the pod's.
 #[cfg(any(test, feature = "cases"))]
 pub mod cases;
 pub mod decide;

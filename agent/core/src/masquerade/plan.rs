@@ -1,4 +1,4 @@
-//! What the datapath shall hold: the desired rows of its maps, independent of their bytes.
+//! Desired rows of the datapath's maps, independent of their encoding.
 
 use crate::settings::DeviceSelector;
 use cistern_ebpf_common::abi::reason;
@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::Ipv4Addr;
 
-/// Why a destination keeps the pod's own address (`masquerade` 2.4). One longest-prefix map holds all of them, so
-/// that a new flow costs one look-up; where sources name the same prefix, the first in this order is the one kept.
+/// Why a destination is excluded from masquerading (`masquerade` 2.4). All of them are in one longest-prefix-match map,
+/// so that a new flow needs one lookup; of several reasons for a prefix, the first in this order counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[repr(u8)]
@@ -26,7 +26,7 @@ pub enum ExcludedReason {
     IpMasqAgent = reason::IP_MASQ_AGENT,
     /// 169.254.0.0/16, unless `masqLinkLocal`.
     LinkLocal = reason::LINK_LOCAL,
-    /// Multicast and limited broadcast: never masqueraded.
+    /// Multicast and limited broadcast, which are never masqueraded.
     Multicast = reason::MULTICAST,
 }
 
@@ -42,13 +42,13 @@ impl ExcludedReason {
         Self::Multicast,
     ];
 
-    /// The reason with this number, as the kernel map holds it.
+    /// The reason with this number, as in the kernel map.
     #[must_use]
     pub fn from_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|reason| *reason as u8 == number)
     }
 
-    /// For people: completes "the destination is …".
+    /// Human-readable: completes "the destination is …".
     #[must_use]
     pub const fn describe(self) -> &'static str {
         match self {
@@ -77,81 +77,81 @@ impl fmt::Display for ExcludedReason {
     }
 }
 
-/// A pod of this node as the datapath knows it.
+/// A pod of this node in the datapath.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EndpointEntry {
-    /// The host side of the pod's interface; 0 where another plugin attached the pod.
+    /// The host side of the pod's interface; 0 if another plugin attached the pod.
     pub ifindex: u32,
     /// The pod's traffic is never masqueraded.
     pub no_masquerade: bool,
-    /// Tells the pods that have this address one after the other apart: [`EndpointEntry::generation_of`] the lease, 0 where
-    /// that is not known. A flow ends with the generation that opened it.
+    /// Distinguishes successive pods with this address: [`EndpointEntry::generation_of`] the lease, 0 if unknown. A
+    /// flow ends with the generation that opened it.
     pub generation: u32,
 }
 
 impl EndpointEntry {
-    /// The generation of the endpoint of a lease with this generation. Never 0, which stands for "not known".
+    /// The generation of the endpoint of a lease with this generation. Never 0, which means "unknown".
     #[must_use]
     pub fn generation_of(lease: u64) -> u32 {
-        // Two leases of one address are never 2^32 apart, so the lower half tells them apart.
+        // Two leases of an address are never 2^32 apart, so the lower half distinguishes them.
         (lease as u32).max(1)
     }
 }
 
-/// An egress device as the datapath knows it.
+/// An egress device in the datapath.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceEntry {
-    /// The address that pods leave under; without one, traffic passes unchanged and is counted.
+    /// The masquerade address; without one, traffic passes unchanged and is counted.
     pub address: Option<Ipv4Addr>,
 }
 
-/// When a change of policy reaches a flow that is already open (`masquerade` decision 3).
+/// Whether a change of policy applies to established flows (`masquerade` decision 3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FlowPolicy {
-    /// An open TCP flow keeps what its first packet got.
+    /// An established TCP flow keeps the treatment of its first packet.
     #[default]
     Sticky,
-    /// Every packet follows the present policy.
+    /// The current policy applies to every packet.
     Immediate,
 }
 
-/// Node-wide settings of the datapath; one row.
+/// Node-wide settings of the datapath, one row.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DatapathSettings {
-    /// `enable-ipv4-masquerade`: false passes everything untouched.
+    /// `enable-ipv4-masquerade`: with false all traffic passes unchanged.
     pub masquerade: bool,
     /// See [`FlowPolicy`].
     pub flow_policy: FlowPolicy,
-    /// First port that a pod flow may be given.
+    /// First port for pod flows.
     pub port_min: u16,
-    /// Last port that a pod flow may be given.
+    /// Last port for pod flows.
     pub port_max: u16,
-    /// Ports that are never given: NodePort range, `ip_local_reserved_ports`. Inclusive pairs as [`merge_ports`] gives
-    /// them, so that what is read back from the kernel compares equal.
+    /// Ports not used for pod flows: NodePort range, `ip_local_reserved_ports`. Inclusive ranges, normalised by
+    /// [`merge_ports`], so that rows read back from the kernel compare equal.
     pub ports_reserved: Vec<(u16, u16)>,
     /// TCP idle timeout of an established flow, in seconds; at least 7,260.
     pub tcp_idle_seconds: u32,
 }
 
-/// A device that carries both programs.
+/// A device with both programs attached.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttachmentEntry {
-    /// Name of the device, for people; the row's key is its index.
+    /// Name of the device, for display; the row's key is its index.
     pub name: String,
-    /// Both directions run the programs of this agent. Always true in what is desired; false is observed where one is
-    /// missing, is of an agent before, or lost its device.
+    /// Both directions run this agent's programs. Always true in desired rows; observed as false if a program is
+    /// missing, is an earlier agent's, or lost its device.
     pub complete: bool,
 }
 
-/// Where excluded destinations come from.
+/// Sources of excluded destinations.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ExclusionSources {
-    /// Addresses of this node, of every device.
+    /// Addresses of all devices of this node.
     pub own_addresses: BTreeSet<Ipv4Addr>,
-    /// `InternalIP` of the other nodes; empty where pods are to be masqueraded towards them.
+    /// `InternalIP` of the other nodes; empty if traffic to them is masqueraded.
     pub node_internal_addresses: BTreeSet<Ipv4Addr>,
-    /// Pod CIDRs of all known nodes, this one included, without host bits.
+    /// Pod CIDRs of all known nodes, including this one, without host bits.
     pub pod_cidrs: BTreeSet<Ipv4Net>,
     /// `ipv4-native-routing-cidr`
     pub native_routing: Option<Ipv4Net>,
@@ -165,9 +165,9 @@ const LINK_LOCAL: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(169, 254, 0, 0), 1
 const MULTICAST: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(224, 0, 0, 0), 4);
 const BROADCAST: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::BROADCAST, 32);
 
-/// All excluded destinations with the reason that is shown for each: one source may name what another names too, and
-/// then the first in the order of [`ExcludedReason`] counts. Host bits are masked, since the kernel map would keep them
-/// and yet take two spellings of one prefix for the same.
+/// All excluded destinations with the reason shown for each: if several sources have the same prefix, the first in the
+/// order of [`ExcludedReason`] counts. Host bits are masked, because the kernel map would otherwise have two keys for
+/// one prefix.
 #[must_use]
 pub fn exclusions(sources: &ExclusionSources) -> BTreeMap<Ipv4Net, ExcludedReason> {
     let host = |address: &Ipv4Addr| Ipv4Net::from(*address);
@@ -190,8 +190,8 @@ pub fn exclusions(sources: &ExclusionSources) -> BTreeMap<Ipv4Net, ExcludedReaso
     rows
 }
 
-/// The row of one prefix among [`exclusions`], without a look at the others: what it costs does not grow with the cluster.
-/// Only prefixes without host bits have one.
+/// The row of one prefix among [`exclusions`], without evaluating the others, so that its cost is independent of the
+/// cluster's size. Only prefixes without host bits have one.
 #[must_use]
 pub fn exclusion(prefix: Ipv4Net, sources: &ExclusionSources) -> Option<ExcludedReason> {
     let host = (prefix.prefix_len() == prefix.max_prefix_len()).then(|| prefix.addr());
@@ -211,8 +211,7 @@ pub fn exclusion(prefix: Ipv4Net, sources: &ExclusionSources) -> Option<Excluded
     .find_map(|(is_named, reason)| is_named.then_some(reason))
 }
 
-/// Sorted, disjoint and non-adjacent inclusive ranges that cover the same ports. A pair whose ends are the wrong way
-/// round covers nothing.
+/// Sorted, disjoint and non-adjacent inclusive ranges that cover the same ports. A range with `first > last` is empty.
 #[must_use]
 pub fn merge_ports(ranges: &[(u16, u16)]) -> Vec<(u16, u16)> {
     let mut sorted: Vec<(u16, u16)> = ranges.iter().copied().filter(|(first, last)| first <= last).collect();
@@ -227,22 +226,22 @@ pub fn merge_ports(ranges: &[(u16, u16)]) -> Vec<(u16, u16)> {
     merged
 }
 
-/// A network device, as far as the choice of egress devices asks.
+/// Facts about a network device for the selection of egress devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LinkFacts {
     /// `ifindex`
     pub index: u32,
     /// Its name.
     pub name: String,
-    /// `IFLA_INFO_KIND`, such as `bridge`, `veth`, `dummy`; none for hardware.
+    /// `IFLA_INFO_KIND`, such as `bridge`, `veth`, `dummy`; `None` for hardware.
     pub kind: Option<String>,
-    /// Not down, administratively and by carrier.
+    /// Administratively up, with carrier.
     pub up: bool,
     /// `IFF_LOOPBACK`
     pub loopback: bool,
-    /// Frames have an Ethernet header; without one the programs cannot find the IP header.
+    /// Frames have an Ethernet header, which the programs require.
     pub ethernet: bool,
-    /// The bond, bridge or team that it belongs to.
+    /// Its bond, bridge or team.
     pub master: Option<u32>,
 }
 
@@ -262,17 +261,17 @@ pub struct AddressFacts {
 /// A unicast IPv4 route of the main table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RouteFacts {
-    /// Where to.
+    /// The destination.
     pub destination: Ipv4Net,
-    /// By which device.
+    /// The device.
     pub index: u32,
-    /// Through a gateway, rather than to the device's own neighbours.
+    /// Via a gateway, not to directly connected neighbours.
     pub gateway: bool,
     /// `RTA_PREFSRC`
     pub preferred_source: Option<Ipv4Addr>,
 }
 
-/// What egress devices are chosen from.
+/// Input of the selection of egress devices.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DeviceFacts {
     /// All devices.
@@ -283,18 +282,18 @@ pub struct DeviceFacts {
     pub routes: Vec<RouteFacts>,
 }
 
-/// An egress device and why it is one.
+/// A selected egress device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SelectedDevice {
     /// Its name.
     pub name: String,
-    /// The address that pods leave under by it.
+    /// The masquerade address on it.
     pub address: Option<Ipv4Addr>,
-    /// For people.
+    /// Human-readable.
     pub reason: String,
 }
 
-/// The egress devices, and for each other device why it is none.
+/// The egress devices, and for every other device the reason why it is not selected.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct DeviceSelection {
     /// By `ifindex`.
@@ -303,14 +302,14 @@ pub struct DeviceSelection {
     pub left_out: BTreeMap<String, String>,
 }
 
-/// Names that container tools give to devices on the inside of a node.
+/// Name prefixes of devices that container tools create inside a node.
 const INSIDE_PREFIXES: [&str; 8] = ["cst", "lxc", "cni", "docker", "cilium_", "virbr", "kube-", "nodelocaldns"];
 
-/// Chooses the egress devices (`masquerade` 4.2).
+/// Selects the egress devices (`masquerade` 4.2).
 ///
-/// Where the setting `devices` names devices to take, it alone decides. Otherwise a device is chosen that a default route
-/// uses, or that has an address of its own and a route to outside `pod_cidrs`; a bridge needs a route through a gateway,
-/// since container tools make bridges with an address too.
+/// If the setting `devices` selects devices by name, only it counts. Otherwise a device is selected if a default route
+/// uses it, or if it has an address and a route to a destination outside `pod_cidrs`; a bridge needs a route via a
+/// gateway, since container tools create bridges with addresses, too.
 #[must_use]
 pub fn select_devices(facts: &DeviceFacts, devices: &DeviceSelector, pod_cidrs: &BTreeSet<Ipv4Net>) -> DeviceSelection {
     let mut selection = DeviceSelection::default();
@@ -320,7 +319,7 @@ pub fn select_devices(facts: &DeviceFacts, devices: &DeviceSelector, pod_cidrs: 
             (true, true) => detected,
             (true, false) if link.ethernet && !link.loopback => Ok(format!("devices names it: {devices}")),
             (true, false) => Err("has no Ethernet header".to_owned()),
-            (false, true) if detected.is_ok() => Err(format!("devices leaves it out: {devices}")),
+            (false, true) if detected.is_ok() => Err(format!("devices excludes it: {devices}")),
             (false, true) => detected,
             (false, false) => Err(format!("devices does not name it: {devices}")),
         };
@@ -345,10 +344,10 @@ fn detect(link: &LinkFacts, facts: &DeviceFacts, pod_cidrs: &BTreeSet<Ipv4Net>) 
         return Err("has no Ethernet header".to_owned());
     }
     if let Some(prefix) = INSIDE_PREFIXES.iter().find(|prefix| link.name.starts_with(**prefix)) {
-        return Err(format!("its name says that it is inside the node: {prefix}"));
+        return Err(format!("its name has a prefix of node-internal devices: {prefix}"));
     }
     if link.kind.as_deref() == Some("dummy") {
-        return Err("a dummy device leads nowhere".to_owned());
+        return Err("a dummy device has no peer".to_owned());
     }
     if link.master.is_some() {
         return Err("its bond, bridge or team device counts".to_owned());
@@ -356,7 +355,7 @@ fn detect(link: &LinkFacts, facts: &DeviceFacts, pod_cidrs: &BTreeSet<Ipv4Net>) 
     if !link.up {
         return Err("down".to_owned());
     }
-    // Looked up by length: there are as many pod CIDRs as nodes, and with direct routes as many routes again.
+    // Looked up by prefix length: there are as many pod CIDRs as nodes, and with direct routes as many routes again.
     let inside = |route: &RouteFacts| {
         (0..=route.destination.prefix_len()).any(|length| {
             Ipv4Net::new(route.destination.addr(), length).is_ok_and(|prefix| pod_cidrs.contains(&prefix.trunc()))
@@ -379,8 +378,8 @@ fn detect(link: &LinkFacts, facts: &DeviceFacts, pod_cidrs: &BTreeSet<Ipv4Net>) 
     }
 }
 
-/// The address that pods leave under by a device: the preferred source of its default route where that is on the
-/// device, else its lowest primary global address, else its lowest global one.
+/// The masquerade address on a device: the preferred source of its default route if that is on the device, else its
+/// lowest primary global address, else its lowest global one.
 #[must_use]
 pub fn device_address(index: u32, facts: &DeviceFacts) -> Option<Ipv4Addr> {
     let global = || facts.addresses.iter().filter(|address| address.index == index && address.global);
@@ -395,8 +394,8 @@ pub fn device_address(index: u32, facts: &DeviceFacts) -> Option<Ipv4Addr> {
         .or_else(|| global().min_by_key(|address| (address.secondary, address.address)).map(|address| address.address))
 }
 
-/// Why the datapath is not ready to serve with these devices; `None` when it is. Without an egress device nothing would
-/// be masqueraded, and nothing else would say so.
+/// Why the datapath is not ready with these devices; `None` if it is. Without an egress device nothing would be
+/// masqueraded, without any other symptom in the agent.
 #[must_use]
 pub fn not_ready(selection: &DeviceSelection, devices: &DeviceSelector) -> Option<String> {
     if !selection.selected.is_empty() {
@@ -595,7 +594,7 @@ mod tests {
         assert_eq!(ExcludedReason::from_number(0), None);
     }
 
-    /// Few enough that sources name the same ones, those that are excluded in any case among them.
+    /// Few prefixes, so that several sources have the same ones, including those that are always excluded.
     fn prefix() -> impl Strategy<Value = Ipv4Net> {
         let address = prop_oneof![
             (0_u8..4, 0_u8..3).prop_map(|(third, last)| Ipv4Addr::new(10, 0, third, last)),

@@ -36,7 +36,7 @@ impl Devices {
         Ok(Self { map: hash(pins, map::DEVICES)?, slot })
     }
 
-    /// Sets the address that pods leave under by a device.
+    /// Sets the masquerade address of a device.
     ///
     /// # Errors
     /// [`DatapathError::Full`], or the kernel's error.
@@ -46,7 +46,7 @@ impl Devices {
         self.slot.lock().flows_may_end()
     }
 
-    /// Forgets a device. An absent one is a success.
+    /// Removes a device, if it exists.
     ///
     /// # Errors
     /// The kernel's error.

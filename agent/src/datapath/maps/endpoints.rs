@@ -41,7 +41,7 @@ impl Endpoints {
         Ok(Self { map: hash(pins, map::ENDPOINTS)?, slot })
     }
 
-    /// Makes a pod known. It is in force when this returns, which is what an ADD waits for.
+    /// Inserts or replaces a pod. It is in force when this returns, which ADD waits for.
     ///
     /// # Errors
     /// [`DatapathError::Full`], or the kernel's error.
@@ -58,7 +58,7 @@ impl Endpoints {
         }
     }
 
-    /// Forgets a pod. An absent one is a success. Its flows end: their entries answer no packet any more, and the collector
+    /// Removes a pod, if it exists. Its flows end: their entries translate no packet any more, and the collector
     /// deletes them.
     ///
     /// # Errors

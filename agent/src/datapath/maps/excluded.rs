@@ -16,22 +16,22 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 
-/// An excluded destination as listings show it.
+/// An excluded destination, for listings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct ExcludedRow {
-    /// The destinations.
+    /// The CIDRs.
     pub prefix: Ipv4Net,
-    /// Why they keep the pod's address.
+    /// The reason.
     pub reason: ExcludedReason,
 }
 
-/// The destinations that keep the pod's address.
+/// Excluded destinations.
 #[derive(Debug)]
 pub struct Excluded {
     trie: LpmTrie<MapData, ExcludedAddress, ExcludedValue>,
     flows: HashMap<MapData, RevKey, RevValue>,
     slot: SharedSlot,
-    /// What the trie holds. Its look-up finds the longest prefix, so that it cannot be asked for one row.
+    /// Content of the trie. Its lookup finds the longest prefix, so that it cannot be queried for an exact key.
     rows: BTreeMap<Ipv4Net, ExcludedValue>,
 }
 
@@ -39,7 +39,7 @@ fn trie_key(prefix: Ipv4Net) -> Key<ExcludedAddress> {
     Key::new(u32::from(prefix.prefix_len()), ExcludedAddress { address: prefix.network().octets() })
 }
 
-/// Reads a whole trie.
+/// Reads the whole trie.
 pub(super) fn trie_rows(
     trie: &LpmTrie<MapData, ExcludedAddress, ExcludedValue>,
 ) -> Result<BTreeMap<Ipv4Net, ExcludedValue>, DatapathError> {
@@ -75,7 +75,7 @@ impl Excluded {
         Ok(Self { trie, flows: hash(pins, map::REV)?, slot, rows })
     }
 
-    /// Excludes a prefix; host bits are masked. A prefix that is excluded already only changes its reason.
+    /// Excludes a prefix; host bits are masked. For an excluded prefix only the reason changes.
     ///
     /// # Errors
     /// [`DatapathError::Full`], or the kernel's error.
@@ -84,7 +84,7 @@ impl Excluded {
         let since = match self.rows.get(&prefix) {
             Some(row) if row.reason == reason as u8 => return Ok(()),
             Some(row) => row.since,
-            // Without any translated flow there is none that was translated to this prefix.
+            // Without translated flows there is none to this prefix.
             None if self.flows.keys().next().is_none() => 0,
             None => kernel::monotonic_seconds(),
         };
@@ -97,7 +97,7 @@ impl Excluded {
         Ok(())
     }
 
-    /// Excludes a prefix no longer. An absent one is a success.
+    /// Removes an excluded prefix, if it exists.
     ///
     /// # Errors
     /// The kernel's error.

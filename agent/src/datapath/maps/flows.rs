@@ -1,4 +1,4 @@
-//! Entries of flows, as listings show them.
+//! Entries of flows, for listings.
 
 use crate::datapath::error::DatapathError;
 use cistern_core::masquerade::expire::{FlowOwner, FlowRecord, FlowState, InboundRecord, Protocol, Seen};

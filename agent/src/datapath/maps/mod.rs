@@ -30,7 +30,7 @@ use aya::Pod;
 use aya::maps::{HashMap, Map, MapData, MapError};
 use std::fmt;
 
-/// Names a map and what was tried on it in an error.
+/// Adds the map and the operation to an error.
 pub(in crate::datapath) fn failed(
     map: &'static str,
     action: impl Into<String>,
@@ -70,7 +70,7 @@ pub(in crate::datapath) fn errno(error: &MapError) -> Option<i32> {
     }
 }
 
-/// Turns "there is none" into `None`.
+/// Converts "not found" to `None`.
 pub(in crate::datapath) fn found<T>(result: Result<T, MapError>) -> Result<Option<T>, MapError> {
     match result {
         Ok(value) => Ok(Some(value)),
@@ -80,7 +80,7 @@ pub(in crate::datapath) fn found<T>(result: Result<T, MapError>) -> Result<Optio
     }
 }
 
-/// Tells a full map from other failures of an insertion. Hash maps answer `E2BIG`, tries `ENOSPC`.
+/// Distinguishes a full map from other failures of an insertion. Hash maps return `E2BIG`, LPM tries `ENOSPC`.
 pub(in crate::datapath) fn inserted(
     map: &'static str,
     key: impl fmt::Display,

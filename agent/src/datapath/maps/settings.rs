@@ -1,4 +1,4 @@
-//! The node-wide settings: one slot, of which several handles write fields.
+//! The node-wide settings: one slot, whose fields several handles write.
 
 use super::{failed, typed};
 use crate::datapath::error::DatapathError;
@@ -33,15 +33,16 @@ impl Slot {
         self.array.set(0, value, 0).map_err(failed(map::SETTINGS, "write it"))
     }
 
-    /// Makes the programs compare every entry of a flow with the node's addresses and pods again. To be called after the change.
+    /// Makes the programs compare all entries of flows with the node's addresses and pods again. To be called after the
+    /// change.
     pub(super) fn flows_may_end(&mut self) -> Result<(), DatapathError> {
         let mut value = self.read()?;
         value.epoch = value.epoch.wrapping_add(1).max(1);
         self.write(value)
     }
 
-    /// Opens the window in which TCP packets without an entry are taken for packets of a flow that was not translated.
-    /// To be called before the change that makes it necessary.
+    /// Opens the time window in which TCP packets without an entry may belong to untranslated flows. To be called
+    /// before the change that requires it.
     pub(super) fn policy_changes(&mut self) -> Result<(), DatapathError> {
         let mut value = self.read()?;
         value.policy_changed = kernel::monotonic_seconds();
@@ -49,12 +50,13 @@ impl Slot {
     }
 }
 
-/// The settings slot as the handles of one datapath share it.
+/// The settings slot, shared by the handles of a datapath.
 #[derive(Debug, Clone)]
 pub(in crate::datapath) struct SharedSlot(Arc<Mutex<Slot>>);
 
 impl SharedSlot {
-    /// Opens the slot. A process that ended between a change and [`Slot::flows_may_end`] left entries that were not compared.
+    /// Opens the slot. A process killed between a change and [`Slot::flows_may_end`] may have left entries that were
+    /// not compared.
     pub(in crate::datapath) fn open(pins: &Pins) -> Result<Self, DatapathError> {
         let mut slot = Slot { array: typed(pins, map::SETTINGS)? };
         slot.flows_may_end()?;
@@ -62,7 +64,7 @@ impl SharedSlot {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Slot> {
-        // The slot is written whole or not at all, so that a panic elsewhere leaves nothing half done.
+        // The slot is written atomically, so that a panic elsewhere leaves it consistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -76,12 +78,12 @@ pub struct Settings {
 
 impl fmt::Debug for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The key stays out: who knows it can aim flows at one port.
+        // The key is secret: with it, flows could be aimed at one port.
         f.debug_struct("Settings").finish_non_exhaustive()
     }
 }
 
-/// The reserved ports as the words of the bitmap.
+/// The reserved ports as words of the bitmap.
 fn port_words(reserved: &[(u16, u16)]) -> [u64; map::PORT_WORDS] {
     let mut words = [0_u64; map::PORT_WORDS];
     for (first, last) in reserved {
@@ -94,7 +96,7 @@ fn port_words(reserved: &[(u16, u16)]) -> [u64; map::PORT_WORDS] {
     words
 }
 
-/// The bitmap as inclusive ranges, sorted and apart.
+/// The bitmap as sorted, disjoint inclusive ranges.
 fn port_ranges(words: &[u64]) -> Vec<(u16, u16)> {
     let mut ranges: Vec<(u16, u16)> = Vec::new();
     for port in 0..=u16::MAX {
@@ -113,10 +115,10 @@ impl Settings {
         Ok(Self { slot, ports: typed(pins, map::PORTS)?, fresh_key })
     }
 
-    /// Puts settings in force.
+    /// Applies settings.
     ///
-    /// The first settings of new maps, and those that switch masquerading on, open the window for TCP flows that were
-    /// not translated before.
+    /// The first settings of new maps, and enabling masquerading, open the time window for TCP flows that were not
+    /// translated before.
     ///
     /// # Errors
     /// The kernel's error.
@@ -151,7 +153,7 @@ impl Settings {
         })
     }
 
-    /// The settings in force; `None` when none were ever set.
+    /// The settings in force; `None` if none have been set.
     ///
     /// # Errors
     /// The kernel's error.
@@ -191,7 +193,7 @@ impl BlockingOperations for Settings {
         self.set(value)
     }
 
-    /// Switches masquerading off: a slot of an array cannot be absent.
+    /// Disables masquerading, because a slot of an array cannot be deleted.
     fn delete(&mut self, _key: &()) -> Result<(), DatapathError> {
         let mut slot = self.slot.lock();
         let mut value = slot.read()?;

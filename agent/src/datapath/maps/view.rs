@@ -1,4 +1,4 @@
-//! Reads of everything in the maps.
+//! Reader of all maps.
 
 use super::devices::device_rows;
 use super::endpoints::endpoint_rows;
@@ -19,17 +19,17 @@ use cistern_ebpf_common::map;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 
-/// Reads of everything in the maps. It needs the pins alone, hence works while no agent runs.
+/// Reader of all maps. It only needs the pins, so it works while no agent is running.
 #[derive(Debug)]
 pub struct View {
     pins: Pins,
 }
 
 impl View {
-    /// A view of what is pinned.
+    /// Opens the pinned maps.
     ///
     /// # Errors
-    /// When nothing is pinned there, or it cannot be opened.
+    /// They do not exist, or cannot be opened.
     pub fn open(pins: &Pins) -> Result<Self, DatapathError> {
         open(pins, map::SETTINGS)?;
         Ok(Self { pins: pins.clone() })
@@ -38,7 +38,7 @@ impl View {
     /// Excluded destinations, sorted.
     ///
     /// # Errors
-    /// When the map cannot be read.
+    /// The map cannot be read.
     pub fn excluded(&self) -> Result<Vec<ExcludedRow>, DatapathError> {
         let rows = trie_rows(&typed(&self.pins, map::EXCLUDED)?)?;
         rows.iter().map(|(prefix, value)| Ok(ExcludedRow { prefix: *prefix, reason: reason(prefix, value)? })).collect()
@@ -47,7 +47,7 @@ impl View {
     /// Pods by address.
     ///
     /// # Errors
-    /// When the map cannot be read.
+    /// The map cannot be read.
     pub fn endpoints(&self) -> Result<BTreeMap<Ipv4Addr, EndpointEntry>, DatapathError> {
         endpoint_rows(&hash(&self.pins, map::ENDPOINTS)?)
     }
@@ -55,15 +55,15 @@ impl View {
     /// Egress devices by `ifindex`.
     ///
     /// # Errors
-    /// When the map cannot be read.
+    /// The map cannot be read.
     pub fn devices(&self) -> Result<BTreeMap<u32, DeviceEntry>, DatapathError> {
         device_rows(&hash(&self.pins, map::DEVICES)?)
     }
 
-    /// The settings in force; `None` when none were ever set.
+    /// The settings in force; `None` if none have been set.
     ///
     /// # Errors
-    /// When the maps cannot be read.
+    /// The maps cannot be read.
     pub fn settings(&self) -> Result<Option<DatapathSettings>, DatapathError> {
         let slot: Array<MapData, SettingsValue> = typed(&self.pins, map::SETTINGS)?;
         let value = slot.get(&0, 0).map_err(failed(map::SETTINGS, "read it"))?;
@@ -73,7 +73,7 @@ impl View {
     /// NAT entries, sorted.
     ///
     /// # Errors
-    /// When the map cannot be read.
+    /// The map cannot be read.
     pub fn flows(&self) -> Result<Vec<FlowRecord>, DatapathError> {
         let now = kernel::monotonic_seconds();
         let mut records = Vec::new();
@@ -90,7 +90,7 @@ impl View {
     /// Flows opened from outside, sorted.
     ///
     /// # Errors
-    /// When the map cannot be read.
+    /// The map cannot be read.
     pub fn inbound(&self) -> Result<Vec<InboundRecord>, DatapathError> {
         let now = kernel::monotonic_seconds();
         let mut records = Vec::new();
@@ -104,13 +104,13 @@ impl View {
         Ok(records)
     }
 
-    /// Packets by kind, summed over all CPUs, in the order of [`Counter`].
+    /// Packet counters, summed over all CPUs, in the order of [`Counter`].
     ///
     /// # Errors
-    /// When the map cannot be read.
+    /// The map cannot be read.
     pub fn counters(&self) -> Result<Vec<(Counter, u64)>, DatapathError> {
         let map: PerCpuArray<MapData, CounterValue> = typed(&self.pins, map::COUNTERS)?;
-        // The map of an older build may have fewer slots than this one has kinds.
+        // The map of an older build may have fewer slots than there are counters.
         Counter::ALL
             .into_iter()
             .map(|kind| {

@@ -1,4 +1,4 @@
-//! Many entries of a hash map in each system call.
+//! Iteration over hash maps with batch lookups.
 
 use super::open;
 use crate::datapath::error::DatapathError;
@@ -8,7 +8,7 @@ use aya::Pod;
 use aya::maps::MapData;
 use std::os::fd::AsFd as _;
 
-/// A walk over a hash map, many entries for each system call.
+/// Iteration over a hash map with batch lookups.
 #[derive(Debug)]
 pub(in crate::datapath) struct Walk<K, V> {
     name: &'static str,
@@ -19,7 +19,7 @@ pub(in crate::datapath) struct Walk<K, V> {
     over: bool,
 }
 
-/// Entries read at a time at first.
+/// Initial batch size.
 const BATCH: usize = 2_048;
 
 impl<K: Pod, V: Pod> Walk<K, V> {
@@ -27,7 +27,7 @@ impl<K: Pod, V: Pod> Walk<K, V> {
         Ok(Self { name, data: open(pins, name)?, keys: Vec::new(), values: Vec::new(), cursor: None, over: false })
     }
 
-    /// The next entries; `None` once after the last, and then from the start again.
+    /// The next entries; `None` once after the last, then from the start again.
     pub(in crate::datapath) fn next_rows(
         &mut self,
     ) -> Result<Option<impl Iterator<Item = (K, V)> + '_>, DatapathError> {
@@ -45,7 +45,7 @@ impl<K: Pod, V: Pod> Walk<K, V> {
                     self.cursor = cursor;
                     return Ok(Some(self.keys.iter().copied().zip(self.values.iter().copied()).take(count)));
                 }
-                // One bucket is longer than the buffer.
+                // A bucket exceeds the buffer.
                 Err(error) if error.raw_os_error() == Some(libc::ENOSPC) => self.resize(self.keys.len() * 2),
                 Err(source) => {
                     self.cursor = None;
@@ -62,7 +62,7 @@ impl<K: Pod, V: Pod> Walk<K, V> {
     }
 }
 
-/// A value of plain data with all bytes zero.
+/// An all-zero value of plain data.
 fn zeroed<T: Pod>() -> T {
     #[expect(unsafe_code, reason = "plain data has no invalid bit pattern, and no other constructor in general")]
     // SAFETY: `Pod` promises that every bit pattern is a value.

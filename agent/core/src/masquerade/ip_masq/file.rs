@@ -12,25 +12,25 @@ use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
-/// Most destinations of one family that a file may name: what the kernel's table is made for.
+/// Maximum number of CIDRs per family in a file, the capacity of the kernel's table.
 pub const MAX_DESTINATIONS: usize = 16_384;
 
-/// How often the file is read again if it says nothing (ip-masq-agent's default).
+/// Default interval for re-reading the file (ip-masq-agent's default).
 pub const DEFAULT_RESYNC_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The shortest interval that is kept to.
+/// Minimum interval.
 pub const MIN_RESYNC_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A file that was read without error.
+/// A valid file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConfigFile {
     /// `nonMasqueradeCIDRs`, without host bits and duplicates, sorted. `None`: the file does not set it.
     pub cidrs: Option<BTreeSet<IpNet>>,
-    /// `masqLinkLocal`: 169.254.0.0/16 is no exemption.
+    /// `masqLinkLocal`: 169.254.0.0/16 is not excluded.
     pub masq_link_local: bool,
-    /// `masqLinkLocalIPv6`: fe80::/10 is no exemption.
+    /// `masqLinkLocalIPv6`: fe80::/10 is not excluded.
     pub masq_link_local_ipv6: bool,
-    /// `resyncInterval`: the file is read again so often, watched or not.
+    /// `resyncInterval`: interval for re-reading the file, even if it is watched.
     pub resync_interval: Duration,
 }
 
@@ -45,14 +45,14 @@ impl Default for ConfigFile {
     }
 }
 
-/// One entry of the list that cannot be read.
+/// An invalid entry of the list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EntryError {
     /// Position in the list, from 0.
     pub index: usize,
     /// As written.
     pub text: String,
-    /// What is wrong with it.
+    /// The reason.
     pub reason: String,
 }
 
@@ -66,16 +66,16 @@ impl fmt::Display for EntryError {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum FileError {
-    /// It is there but cannot be read.
+    /// It exists but cannot be read.
     #[error("the file cannot be read: {reason}")]
     Unreadable {
-        /// What the system says.
+        /// The I/O error.
         reason: String,
     },
     /// It is neither YAML nor JSON, or a key is in it twice.
     #[error("the file is neither YAML nor JSON with each key once: {reason}")]
     Syntax {
-        /// What the parser says, with the place.
+        /// The parser's error, with the position.
         reason: String,
     },
     /// A key has a value of a wrong type.
@@ -88,13 +88,13 @@ pub enum FileError {
         /// What was expected.
         expected: String,
     },
-    /// Entries of the list cannot be read.
+    /// Invalid entries of the list.
     #[error("{}", entries.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Entries {
-        /// All of them, in the order of the list.
+        /// All of them, in order.
         entries: Vec<EntryError>,
     },
-    /// The list is longer than the kernel's table.
+    /// The list exceeds the capacity of the kernel's table.
     #[error("nonMasqueradeCIDRs has {entries} different entries of one family, more than {MAX_DESTINATIONS}")]
     TooMany {
         /// How many.
@@ -107,14 +107,14 @@ const LINK_LOCAL: &str = "masqLinkLocal";
 const LINK_LOCAL_V6: &str = "masqLinkLocalIPv6";
 const INTERVAL: &str = "resyncInterval";
 const LIMIT: &str = "cidrLimit";
-/// Cistern's own: entries with host bits or without prefix length are errors. Other agents ignore it.
+/// Cistern's own key: entries with host bits or without prefix length are errors. Other implementations ignore it.
 const STRICT: &str = "strict";
 pub(super) const KEYS: &[&str] = &[CIDRS, LINK_LOCAL, LINK_LOCAL_V6, INTERVAL, LIMIT, STRICT];
 
-/// Reads a file. `Ok(None)`: it holds nothing (only white space and comments), which counts as no file.
+/// Parses a file. Returns `Ok(None)` if it only has white space and comments, which counts as no file.
 ///
 /// # Errors
-/// Anything that cannot be read makes the whole file unusable.
+/// Any error invalidates the whole file.
 pub fn parse(text: &str) -> Result<Option<(ConfigFile, Vec<Warning>)>, FileError> {
     let Some(entries) = read(text)? else { return Ok(None) };
     let mut parser = Parser::default();
@@ -135,8 +135,8 @@ pub fn parse(text: &str) -> Result<Option<(ConfigFile, Vec<Warning>)>, FileError
     Ok(Some((file, parser.warnings)))
 }
 
-/// The top level of a file, keys in order. JSON is tried first where it looks like JSON, since not all of it is YAML
-/// (tabs); what the YAML parser says of a mistake is what people see.
+/// The top level of a file, with keys in order. JSON is tried first where it looks like JSON, since not all JSON is
+/// YAML (tabs); syntax errors are those of the YAML parser.
 fn read(text: &str) -> Result<Option<Entries>, FileError> {
     if text.trim_start().starts_with('{')
         && let Ok(entries) = serde_json::from_str::<Entries>(text)
@@ -149,7 +149,7 @@ fn read(text: &str) -> Result<Option<Entries>, FileError> {
     serde_saphyr::from_str(text).map_err(|error| FileError::Syntax { reason: error.to_string() })
 }
 
-/// Keys and values in order, duplicates included.
+/// Keys and values in order, including duplicates.
 struct Entries(Vec<(String, Value)>);
 
 impl<'de> Deserialize<'de> for Entries {
@@ -182,8 +182,8 @@ struct Parser {
 }
 
 impl Parser {
-    /// The values under the keys as this module spells them. Go, in which the other agents are written, does not look at
-    /// the case of letters, so neither does this.
+    /// The values by normalised key. Go's decoders, which the other implementations use, ignore the case of keys, and
+    /// so does this one.
     fn by_key(&mut self, Entries(entries): Entries) -> Result<BTreeMap<&'static str, Value>, FileError> {
         let mut values = BTreeMap::new();
         for (key, value) in entries {
@@ -297,7 +297,7 @@ impl Parser {
     }
 }
 
-/// The YAML parser has already read the words of YAML 1.1 (`yes`, `on`), as it does in the other agents.
+/// The YAML parser has already converted the words of YAML 1.1 (`yes`, `on`), as in the other implementations.
 fn boolean(key: &str, value: Option<&Value>) -> Result<bool, FileError> {
     match value {
         None => Ok(false),
@@ -314,8 +314,8 @@ fn wrong(key: &str, value: &Value, expected: &str) -> FileError {
     FileError::Value { key: key.to_owned(), text: value.to_string(), expected: expected.to_owned() }
 }
 
-/// Several files as one, as the second version of ip-masq-agent reads a directory of them: every destination of any, and
-/// a link-local range is masqueraded if any says so. Where no file sets the list it keeps its default.
+/// Merges several files, as the second version of ip-masq-agent does for a directory: the union of their lists, and a
+/// link-local range is masqueraded if any file says so. If no file sets the list, it keeps its default.
 #[must_use]
 pub fn merge(files: &[ConfigFile]) -> ConfigFile {
     let mut lists = files.iter().filter_map(|file| file.cidrs.as_ref()).peekable();

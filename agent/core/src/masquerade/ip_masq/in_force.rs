@@ -1,4 +1,4 @@
-//! Which destinations are in force.
+//! Decides which CIDRs are in force.
 
 use super::file::{ConfigFile, DEFAULT_RESYNC_INTERVAL, FileError, parse};
 use super::warning::Warning;
@@ -9,7 +9,7 @@ use std::fmt;
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-/// What is exempt when the file does not say: `ip-masq-default-exclusions`.
+/// CIDRs excluded by default: `ip-masq-default-exclusions`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DefaultExclusions {
@@ -21,7 +21,7 @@ pub enum DefaultExclusions {
 }
 
 impl DefaultExclusions {
-    /// The ranges, all of IPv4.
+    /// The CIDRs, all IPv4.
     #[must_use]
     pub fn ranges(self) -> &'static [Ipv4Net] {
         const RFC1918: [Ipv4Net; 3] = [range(10, 0, 0, 0, 8), range(172, 16, 0, 0, 12), range(192, 168, 0, 0, 16)];
@@ -49,18 +49,18 @@ const fn range(a: u8, b: u8, c: u8, d: u8, prefix: u8) -> Ipv4Net {
     Ipv4Net::new_assert(Ipv4Addr::new(a, b, c, d), prefix)
 }
 
-/// The file as it was found.
+/// The file as found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Found {
-    /// There is none.
+    /// It does not exist.
     Absent,
     /// Its content.
     Content(String),
-    /// It is there but cannot be read: what the system says.
+    /// It exists but cannot be read, with the error.
     Unreadable(String),
 }
 
-/// What the destinations in force are decided from.
+/// Input of the decision.
 #[derive(Debug, Clone, Copy)]
 pub struct Input<'a> {
     /// `enable-ip-masq-agent`
@@ -69,23 +69,23 @@ pub struct Input<'a> {
     pub defaults: DefaultExclusions,
     /// `enable-ipv6`
     pub ipv6: bool,
-    /// The file as it is now.
+    /// The current file.
     pub found: &'a Found,
-    /// [`Outcome::last_good`] of the last time: of this process or, at its start, from disk.
+    /// The last valid file ([`Outcome::last_good`]), of this process or loaded from disk at startup.
     pub last_good: Option<&'a ConfigFile>,
 }
 
-/// Where the list in force comes from.
+/// Source of the list in force.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ListSource {
-    /// The feature is off: only link-local destinations are exempt.
+    /// The feature is off: only link-local destinations are excluded.
     Off,
-    /// There is no file, it holds nothing, or it is wrong and was never right.
+    /// There is no file, it is empty, or it is invalid and there never was a valid one.
     BuiltIn,
-    /// The file as it is.
+    /// The current file.
     File,
-    /// The file as it was before it went wrong.
+    /// The last valid file.
     LastGood,
 }
 
@@ -100,38 +100,38 @@ impl fmt::Display for ListSource {
     }
 }
 
-/// The destinations that keep the pod's address on the word of the file or its defaults.
+/// CIDRs excluded by the file or by default.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exclusions {
     /// The list's IPv4 entries.
     pub ipv4: BTreeSet<Ipv4Net>,
     /// The list's IPv6 entries; empty while IPv6 is off.
     pub ipv6: BTreeSet<Ipv6Net>,
-    /// Whether 169.254.0.0/16 is exempt, too.
+    /// Whether 169.254.0.0/16 is excluded, too.
     pub link_local_ipv4: bool,
-    /// Whether fe80::/10 is exempt, too.
+    /// Whether fe80::/10 is excluded, too.
     pub link_local_ipv6: bool,
 }
 
-/// What is in force and why.
+/// The CIDRs in force, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
-    /// The destinations.
+    /// The CIDRs.
     pub exclusions: Exclusions,
-    /// Where the list comes from.
+    /// Source of the list.
     pub source: ListSource,
-    /// When the file is read again, watched or not.
+    /// When the file is re-read, even if it is watched.
     pub resync_interval: Duration,
-    /// What a person should look at.
+    /// Problems to report.
     pub warnings: Vec<Warning>,
-    /// Why the file as it is now is not in force.
+    /// Why the current file is not in force.
     pub error: Option<FileError>,
-    /// What the next decision goes back to if the file is wrong then; to be kept on disk. `None`: the defaults.
+    /// The last valid file, to be persisted. `None`: the defaults.
     pub last_good: Option<ConfigFile>,
 }
 
-/// Decides what is in force (`masquerade` decisions 1 and 2). Whatever the file holds, the outcome exempts something
-/// sensible: a wrong file leaves the last good one in force, and without one the defaults.
+/// Decides which CIDRs are in force (`masquerade` decisions 1 and 2): an invalid file leaves the last valid one in
+/// force, or the defaults.
 #[must_use]
 pub fn decide(input: Input<'_>) -> Outcome {
     if !input.enabled {
@@ -167,7 +167,7 @@ pub fn decide(input: Input<'_>) -> Outcome {
     Outcome { exclusions, source, resync_interval, warnings, error, last_good: file }
 }
 
-/// The destinations that a file exempts, and how many of its entries have no effect.
+/// The CIDRs excluded by a file, and the number of entries without effect.
 pub(super) fn exclusions(file: &ConfigFile, defaults: DefaultExclusions, ipv6: bool) -> (Exclusions, usize) {
     let mut exclusions = Exclusions {
         link_local_ipv4: !file.masq_link_local,

@@ -1,15 +1,15 @@
-//! The ip-masq-agent file and the destinations it exempts.
+//! The ip-masq-agent file and the CIDRs it excludes from masquerading.
 //!
-//! The file has the format of ip-masq-agent's first version, YAML or JSON. Its readers elsewhere read the same file in three ways
-//! (`masquerade` 1.5); this is the one contract of Cistern: what is absent keeps its default, what is wrong anywhere
-//! makes the whole file wrong, and a wrong file changes nothing that was in force before. So pods never lose their
-//! exemptions, link-local addresses least of all, by a misspelling.
+//! The file has the format of ip-masq-agent's first version, YAML or JSON. Other implementations read it in three
+//! different ways (`masquerade` 1.5). Cistern's rules: an absent key keeps its default, an error anywhere invalidates
+//! the whole file, and an invalid file leaves the previous state in force. A misspelling therefore never removes
+//! exclusions, in particular not that of link-local addresses.
 //!
 //! | file | purpose |
 //! |---|---|
 //! | `file` | the format: keys, values, errors |
-//! | `warning` | findings that keep nothing from being in force |
-//! | `in_force` | which destinations are exempt: the file's, those of the last good file, or the defaults |
+//! | `warning` | problems that do not invalidate the file |
+//! | `in_force` | the CIDRs in force: the file's, those of the last valid file, or the defaults |
 
 mod file;
 mod in_force;

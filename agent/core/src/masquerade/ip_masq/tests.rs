@@ -321,7 +321,7 @@ fn interval_is_never_shorter_than_a_second() {
     }
     let (read, warnings) = file("nonMasqueradeCIDRs: [10.0.0.0/8]\nresyncInterval: 60\n");
     assert_eq!(read.resync_interval, Duration::from_secs(60));
-    assert!(matches!(warnings.as_slice(), [Warning::Retyped { .. }]), "a number is told of: {warnings:?}");
+    assert!(matches!(warnings.as_slice(), [Warning::Retyped { .. }]), "a number is reported: {warnings:?}");
     assert_eq!(file("resyncInterval: 1h2m3s\n").0.resync_interval, Duration::from_secs(3723));
 }
 
@@ -342,7 +342,7 @@ fn link_local_in_the_list_stays_when_the_switch_is_on() {
 }
 
 proptest::proptest! {
-    /// Whatever is in the file, the outcome exempts something, and a wrong file never changes what was in force.
+    /// The result always excludes something, and an invalid file never changes what is in force.
     #[test]
     fn any_text_is_taken_or_changes_nothing(text in "(nonMasqueradeCIDRs|masqLinkLocal|[a-z-]{0,6}):? ?[\\[\\]{}0-9a-f./:, \n\"'&*!|>-]{0,40}") {
         let good = file(YAML).0;

@@ -1,28 +1,28 @@
-//! Findings about a file that is in force all the same.
+//! Problems of a file that is nevertheless in force.
 
 use super::file::{KEYS, MIN_RESYNC_INTERVAL};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A finding about the file that keeps nothing of it from being in force.
+/// A problem in the file that does not invalidate it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Warning {
-    /// A key that has no meaning.
+    /// An unknown key.
     UnknownKey {
         /// As written.
         key: String,
-        /// The key that may have been meant.
+        /// The most similar key.
         nearest: Option<String>,
     },
-    /// An entry with bits beyond its prefix.
+    /// An entry with host bits.
     HostBits {
         /// Position in the list, from 0.
         index: usize,
         /// As written.
         text: String,
-        /// As read.
+        /// The CIDR in force.
         read_as: IpNet,
     },
     /// An entry without prefix length.
@@ -31,23 +31,23 @@ pub enum Warning {
         index: usize,
         /// As written.
         text: String,
-        /// As read.
+        /// The CIDR in force.
         read_as: IpNet,
     },
-    /// A value of another type than the format has, with one obvious reading.
+    /// A value of another type, with one obvious interpretation.
     Retyped {
         /// The key.
         key: String,
         /// As written.
         text: String,
-        /// As read.
+        /// The CIDR in force.
         read_as: String,
     },
-    /// The list is not set, so that the built-in one stays.
+    /// The list is not set, so that the built-in one is in force.
     ListNotSet,
-    /// The list is empty: everything but link-local destinations is masqueraded.
+    /// The list is empty: everything except link-local destinations is masqueraded.
     ListEmpty,
-    /// An entry that covers a whole family: nothing of it is masqueraded.
+    /// An entry that covers a whole family, which is not masqueraded at all.
     CoversEverything {
         /// The entry.
         cidr: IpNet,
@@ -59,7 +59,7 @@ pub enum Warning {
         /// How many entries there are.
         entries: usize,
     },
-    /// `resyncInterval` is too short; the shortest one is in force.
+    /// `resyncInterval` is too short; the minimum is in force.
     IntervalTooShort {
         /// As written.
         text: String,
