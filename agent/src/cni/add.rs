@@ -4,7 +4,7 @@ use super::attachment::Attachment;
 use super::interface::{Ends, Made, mac_text};
 use super::{agent_failure, kernel_failure};
 use crate::api::client::ClientError;
-use crate::api::types::{AddRequest, AddResponse, Behind, ConfirmRequest, Interface, LeasedAddress, PodRef};
+use crate::api::types::{AddRequest, AddResponse, ConfirmRequest, Interface, LeasedAddress, PodAttachment, PodRef};
 use crate::netlink::NetlinkError;
 use cistern_core::cni::netconf::{NetConf, Role};
 use cistern_core::cni::plan::{self, Step, undo_after};
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 /// How long an ADD waits for an agent that is starting, all its calls together.
 const AGENT_START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// An agent that is starting is asked again after this long.
+/// Interval of retries while an agent is starting.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Carries out an ADD.
@@ -87,9 +87,9 @@ struct Progress {
 struct Add {
     conf: NetConf,
     attachment: Attachment,
-    /// Until when an agent that is starting is waited for.
+    /// Until when to wait for a starting agent.
     patience: Instant,
-    /// A call for a lease broke off: the agent may hold one for this attachment.
+    /// A call for a lease was interrupted: the agent may have allocated one.
     lease_is_open: bool,
     progress: Progress,
 }
@@ -162,17 +162,17 @@ impl Add {
             (Step::Confirm, _, Some(lease), Some((host, _))) => {
                 let interface =
                     Interface { host_ifname: pair.host.clone(), host_ifindex: *host, mac: mac_text(pair.pod_mac) };
-                self.confirm(lease.generation, Behind::Pair(interface))
+                self.confirm(lease.generation, PodAttachment::Pair(interface))
             }
             (Step::Confirm, None, Some(lease), None) => {
                 let (plugin, routed) = (self.conf.plugin.clone(), self.conf.is_routed());
-                self.confirm(lease.generation, Behind::Plugin { plugin, routed })
+                self.confirm(lease.generation, PodAttachment::Plugin { plugin, routed })
             }
             _ => Err(Failure::new(Code::Agent, format!("step {step:?} came before what it needs"))),
         }
     }
 
-    /// A call of an ADD: waits for an agent that is starting. Each of them may be repeated.
+    /// A call of an ADD, which is idempotent: waits for a starting agent.
     fn ask<Q: Serialize, R: DeserializeOwned>(&mut self, path: &str, request: &Q) -> Result<R, ClientError> {
         loop {
             match self.attachment.client.post(path, request) {
@@ -185,7 +185,7 @@ impl Add {
         }
     }
 
-    fn confirm(&mut self, generation: u64, interface: Behind) -> Result<(), Failure> {
+    fn confirm(&mut self, generation: u64, interface: PodAttachment) -> Result<(), Failure> {
         let call = &self.attachment.call;
         let request = ConfirmRequest {
             container_id: call.container_id.clone(),
@@ -217,7 +217,7 @@ impl Add {
 
     /// Undoes what the steps up to `step` did. What cannot be undone is in the details.
     fn undone(&mut self, step: Step, failure: Failure) -> Failure {
-        // An agent that refused, or was not there, holds no lease for this ADD.
+        // An agent that rejected the call, or was not running, has no lease for this ADD.
         let undo =
             if step == Step::Lease && !self.lease_is_open { Vec::new() } else { undo_after(self.conf.role, step) };
         let errors: Vec<String> = undo
@@ -233,8 +233,8 @@ impl Add {
     }
 }
 
-/// Whether the agent is about to serve: it is not there yet, has no pool yet, or ended in the middle of the call. One
-/// that takes the call and does not answer it is stuck instead.
+/// Whether the agent is about to serve: it is not running yet, has no pool yet, or terminated during the call. An agent
+/// that accepts the call and does not answer is stuck instead.
 fn is_starting(error: &ClientError) -> bool {
     match error {
         ClientError::Unreachable { .. } => true,

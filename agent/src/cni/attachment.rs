@@ -16,7 +16,7 @@ use serde::de::IgnoredAny;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// A runtime waits minutes for an ADD; an agent that does not answer in this time is stuck.
+/// A runtime waits minutes for an ADD; an agent that takes longer than this is stuck.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The agent of a configuration.

@@ -23,14 +23,15 @@ pub(super) fn check(conf: NetConf, call: Call) -> Result<(), Failure> {
     let mut differences = Vec::new();
     let address = IpAddr::V4(held.address);
     if !previous.ips.iter().any(|ip| ip.address.addr() == address) {
-        differences.push(format!("prevResult does not name {address}, which the agent holds for this interface"));
+        differences
+            .push(format!("prevResult does not name {address}, which the agent has allocated to this interface"));
     }
-    // In the role of an IPAM plugin the interface is the other plugin's to check.
+    // In the role of an IPAM plugin the other plugin checks the interface.
     if role == Role::Interface {
         differences.extend(interface_differences(&attachment, &previous, &held)?);
     }
     if held.interface.is_none() {
-        differences.push("the agent holds a lease that is not confirmed".to_owned());
+        differences.push("the agent's lease is not confirmed".to_owned());
     }
     if differences.is_empty() { Ok(()) } else { Err(Failure::new(Code::Difference, differences.join("; "))) }
 }
@@ -45,7 +46,7 @@ pub(super) fn held(attachment: &mut Attachment) -> Result<Result<CheckResponse, 
     }
 }
 
-/// Where the interface is not as the chain's result says.
+/// Differences between the interface and the chain's result.
 fn interface_differences(
     attachment: &Attachment,
     previous: &AddResult,
@@ -58,7 +59,7 @@ fn interface_differences(
     let mut pod_mac = pair.pod_mac;
     match previous.interfaces.iter().find(is_pods) {
         None => differences.push(format!("prevResult does not name {} in {}", call.ifname, call.netns)),
-        // A later plugin of the chain may have given it another hardware address.
+        // A later plugin of the chain may have changed the hardware address.
         Some(interface) => pod_mac = interface.mac.as_deref().and_then(parse_mac).unwrap_or(pod_mac),
     }
     let mut ends = Ends::open(&call.netns).map_err(|error| kernel_failure(&error))?;

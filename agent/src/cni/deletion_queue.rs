@@ -19,13 +19,13 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Where the queue is unless the configuration says otherwise.
+/// Default directory of the queue.
 pub const QUEUE_DIR: &str = "/var/lib/cistern/cni-queue";
 
 /// More are refused, and the runtime tries again: a node whose agent is away for so long needs an administrator.
 pub const LIMIT: usize = 256;
 
-/// What files are called while they are written, before the process ID.
+/// Name prefix of temporary files, followed by the process ID.
 const TEMPORARY: &str = "new-";
 
 /// The format of an entry. Format 1, of the first release, has neither version nor kind.
@@ -37,15 +37,15 @@ const OLDEST_READER: u32 = 1;
 /// The kind of every entry of this build.
 const DEL: &str = "del";
 
-/// How long the lock is waited for.
+/// Timeout for the lock.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A DEL that waits.
+/// A queued DEL.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueuedDel {
     /// When it was written, by the wall clock: DELs of different attachments are listed in this order.
     pub queued: jiff::Timestamp,
-    /// When its plugin began: an ADD that began later made another lease.
+    /// Start time of its plugin: an ADD that started later created another lease.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub began: Option<Moment>,
     /// `CNI_CONTAINERID`
@@ -106,17 +106,17 @@ pub struct Listed {
 /// The queue cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    /// The file system said no.
+    /// An I/O error.
     #[error("{action} {path}: {source}")]
     Io {
-        /// What was tried.
+        /// The operation.
         action: &'static str,
-        /// On what.
+        /// The path.
         path: PathBuf,
         /// The reason.
         source: std::io::Error,
     },
-    /// Too many wait already.
+    /// The queue is full.
     #[error("{LIMIT} DELs wait in {path} already; start the Cistern agent of this node")]
     Full {
         /// The queue.
@@ -158,7 +158,7 @@ fn read(path: &Path) -> Result<QueuedDel, Kept> {
 }
 
 impl DeletionQueue {
-    /// Opens the queue for writing, beside other writers.
+    /// Opens the queue for writing, concurrently with other writers.
     ///
     /// # Errors
     /// See [`QueueError`].
@@ -301,7 +301,7 @@ mod tests {
         queue.push(&del(LIMIT)).unwrap();
     }
 
-    // What undoes a failed ADD is later than a DEL of before that still waits for the lock.
+    // The DEL that reverts a failed ADD is later than one that still waits for the lock.
     #[test]
     fn of_two_dels_for_an_attachment_the_later_one_stays() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! The pod's interface: a veth pair, and what makes packets find their way over it.
+//! The pod's interface: a veth pair with addresses and routes.
 //!
 //! ```text
 //!  pod's namespace                      node's namespace
@@ -7,9 +7,9 @@
 //!  default via router
 //! ```
 //!
-//! The router address itself is on the node's loopback device. The pod has it as a permanent neighbour, so none of its
-//! packets waits for ARP and no `arp_ignore` of the host stands in the way. The node asks for the pod by ARP: its hardware
-//! address is the pod's to change, as the chained plugin `tuning` does.
+//! The router address itself is on the node's loopback device. The pod has a permanent neighbour entry for it, so none
+//! of its packets waits for ARP and the host's `arp_ignore` does not matter. The node resolves the pod by ARP, because
+//! the pod's hardware address may be changed, as the chained plugin `tuning` does.
 
 use crate::netlink::namespace::Namespace;
 use crate::netlink::{Handle, Mac, NetlinkError, address, link, neighbour, route};
@@ -18,7 +18,8 @@ use sha2::{Digest, Sha256};
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::AsFd;
 
-/// Names and hardware addresses of a pair. They follow from the attachment alone, so DEL needs no result of ADD.
+/// Names and hardware addresses of a pair. They are derived from the attachment, so DEL does not need the result of
+/// ADD.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Pair {
     /// Name of the host side.
@@ -33,7 +34,7 @@ impl Pair {
     pub(super) fn of(container_id: &str, ifname: &str) -> Self {
         let mut hash = Sha256::new();
         hash.update(container_id.as_bytes());
-        // No container ID holds a slash.
+        // A container ID cannot contain a slash.
         hash.update(b"/");
         hash.update(ifname.as_bytes());
         let hash: [u8; 32] = hash.finalize().into();
@@ -41,14 +42,14 @@ impl Pair {
         let [_, _, _, _, _, _, a, b, c, d, e, f, g, h, i, j, ..] = hash;
         Self {
             host: format!("cst{}", hex.get(..11).unwrap_or_default()),
-            // 0x0a and 0x0e: locally administered, and no group address.
+            // 0x0a and 0x0e: locally administered unicast addresses.
             host_mac: [0x0a, a, b, c, d, e],
             pod_mac: [0x0e, f, g, h, i, j],
         }
     }
 }
 
-/// Reads the text of a hardware address.
+/// Parses a hardware address.
 pub(super) fn parse_mac(text: &str) -> Option<Mac> {
     let mut mac = Mac::default();
     let mut parts = text.split(':');
@@ -58,30 +59,30 @@ pub(super) fn parse_mac(text: &str) -> Option<Mac> {
     parts.next().is_none().then_some(mac)
 }
 
-/// Text of a hardware address.
+/// Formats a hardware address.
 pub(super) fn mac_text(mac: Mac) -> String {
     let [a, b, c, d, e, f] = mac;
     format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
 }
 
-/// What became of making a pair.
+/// Result of creating a pair.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Made {
-    /// It is there.
+    /// It exists.
     Pair {
         /// Index of the host's side.
         host: u32,
         /// Index of the pod's side, in the pod's namespace.
         pod: u32,
     },
-    /// A device of somebody else has the pod side's name.
+    /// A foreign device has the pod side's name.
     NameTaken {
         /// Kind of that device.
         kind: String,
     },
 }
 
-/// The two ends of the work: a socket in each namespace.
+/// Netlink sockets in both namespaces.
 pub(super) struct Ends {
     host: Handle,
     pod: Handle,
@@ -93,7 +94,7 @@ fn host_net(address: Ipv4Addr) -> IpNet {
 }
 
 impl Ends {
-    /// Opens both. The calling thread is where it was afterwards.
+    /// Opens both. Restores the calling thread's namespace.
     pub(super) fn open(netns: &str) -> Result<Self, NetlinkError> {
         let namespace = Namespace::open(netns)?;
         let host = Handle::open()?;
@@ -104,13 +105,13 @@ impl Ends {
         Ok(Self { host, pod, namespace })
     }
 
-    /// Whether the pod's namespace is the node's own: an interface there would be the node's.
+    /// Whether the pod's namespace is the node's own.
     pub(super) fn is_host(&self) -> Result<bool, NetlinkError> {
         self.namespace.is_same(&Namespace::current()?)
     }
 
-    /// Makes the pair. What an attempt that was killed left under one of its names goes first; looked for only when the
-    /// kernel says that a name is taken.
+    /// Creates the pair. Remains of a killed attempt are deleted first, but only searched for if the kernel reports
+    /// that a name exists.
     pub(super) fn make(&mut self, pair: &Pair, ifname: &str, mtu: u32) -> Result<Made, NetlinkError> {
         let host = link::VethEnd { name: &pair.host, mac: pair.host_mac, namespace: None };
         let pod = link::VethEnd { name: ifname, mac: pair.pod_mac, namespace: Some(self.namespace.as_fd()) };
@@ -126,7 +127,7 @@ impl Ends {
             self.host.apply(&[request])?;
         }
         let made = self.host.link_by_name(&pair.host)?.ok_or_else(|| no_link(&pair.host))?;
-        // The lower device of one side of a pair is the other.
+        // The lower device (`IFLA_LINK`) of one side is the other side.
         Ok(Made::Pair { host: made.index, pod: made.lower.ok_or_else(|| no_link(ifname))? })
     }
 
@@ -151,7 +152,7 @@ impl Ends {
         ])
     }
 
-    /// Settings and route of the host's side.
+    /// Sysctls and route of the host's side.
     pub(super) fn set_up_host(
         &mut self,
         ifindex: u32,
@@ -173,26 +174,26 @@ impl Ends {
                     (ProxyArp, 0),
                     (AcceptRedirects, 0),
                     (AcceptSourceRoute, 0),
-                    // Strict: a packet is taken only if its source is routed to this device, so a pod sends under its own
-                    // address. The kernel takes the larger of this and `all`, where 2 is loose.
+                    // Strict: a packet is accepted only if its source is routed to this device, so a pod can only send
+                    // with its own address. The kernel uses the larger of this and `all`, and 2 is loose.
                     (ReversePathFilter, 1),
                 ],
             ),
             link::up(ifindex),
             route::replace(&to_pod),
         ])?;
-        // A kernel without IPv6 has nothing to switch off.
+        // A kernel without IPv6 needs no change.
         outcomes.into_iter().filter(|outcome| !outcome.as_ref().is_err_and(is_unknown_family)).collect()
     }
 
-    /// Returns when both sides, set up by now, send what they are given: the first packet of a pod is as good as any.
+    /// Waits until both veth ends are operationally up, so that the pod's first packet is not dropped.
     pub(super) fn wait_until_they_send(&mut self, host: u32, pod: u32) -> Result<(), NetlinkError> {
         self.pod.wait_until_it_sends(pod)?;
         self.host.wait_until_it_sends(host)
     }
 
-    /// What is not as ADD left it; empty when all is. What a later plugin of the chain may have added is not looked at, and
-    /// the hardware address is to be the one that the chain's result has.
+    /// The differences from the state after ADD. Additions of later plugins of the chain are ignored, and the hardware
+    /// address must be that of the chain's result.
     pub(super) fn differences(
         &mut self,
         pair: &Pair,
@@ -230,7 +231,7 @@ impl Ends {
                 if !routes.iter().filter(over).any(is_default) {
                     found.push(format!("the pod has no default route via {router}"));
                 }
-                // With the hardware address of a device the kernel drops its neighbours; the pod asks by ARP then.
+                // When a device's hardware address changes, the kernel flushes its neighbours; then the pod uses ARP.
                 if pod_mac == pair.pod_mac && !is_permanent(&mut self.pod, link.index, gateway, pair.host_mac)? {
                     found.push(format!("the pod has no permanent neighbour {router} on {ifname}"));
                 }
@@ -262,7 +263,7 @@ fn no_link(name: &str) -> NetlinkError {
     NetlinkError::NoLink { name: name.to_owned() }
 }
 
-/// Removes a pair by its host side; one that is gone is fine. The pod's namespace need not exist.
+/// Deletes a pair by its host side, if it exists. The pod's namespace need not exist.
 pub(super) fn remove(pair: &Pair) -> Result<(), NetlinkError> {
     Handle::open()?.remove(&link::delete_by_name(&pair.host)).map(drop)
 }

@@ -46,7 +46,7 @@ pub(super) enum LockError {
     /// The file cannot be used. No other call can have locked it.
     #[error("{action} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation.
         action: &'static str,
         /// The file.
         path: PathBuf,
@@ -67,7 +67,7 @@ impl AttachmentLock {
     /// # Errors
     /// See [`LockError`].
     pub(super) fn take(path: &Path, container_id: &str, ifname: &str, patience: Duration) -> Result<Self, LockError> {
-        // No container ID holds a slash.
+        // A container ID cannot contain a slash.
         let attachment = format!("{container_id}/{ifname}");
         let range = range_of(&attachment);
         let deadline = Instant::now() + patience;

@@ -5,7 +5,7 @@
 //!                            └───── interface ───────────────► rtnetlink
 //! ```
 //!
-//! It has no async runtime and reads no file but what the call names: a pod's start waits for it.
+//! It has no async runtime and reads no files except those named in the call, because pod starts wait for it.
 
 mod add;
 mod attachment;
@@ -30,7 +30,7 @@ pub fn host_side(container_id: &str, ifname: &str) -> String {
     interface::Pair::of(container_id, ifname).host
 }
 
-/// The agent's answer as the runtime gets it.
+/// The agent's error as reported to the runtime.
 fn agent_failure(error: &ClientError) -> Failure {
     let code = match error {
         _ if error.is_retryable() => Code::TryAgainLater,
@@ -43,7 +43,7 @@ fn agent_failure(error: &ClientError) -> Failure {
 fn kernel_failure(error: &NetlinkError) -> Failure {
     let code = match error {
         NetlinkError::Namespace { .. } if error.is_missing() => Code::UnknownContainer,
-        // What is there is no network namespace.
+        // The path is not a network namespace.
         NetlinkError::Namespace { errno: Errno::EINVAL | Errno::ENOTDIR | Errno::EISDIR, .. } => Code::Environment,
         NetlinkError::Namespace { .. } => Code::Io,
         _ => Code::Kernel,

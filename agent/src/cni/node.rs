@@ -61,6 +61,6 @@ fn remove_pair(attachment: types::Attachment, paths: &Paths) -> Result<(), Failu
     if check::held(&mut attachment)?.is_ok() {
         return Ok(());
     }
-    // In the role of an IPAM plugin there is none.
+    // In the role of an IPAM plugin there is no interface.
     interface::remove(&attachment.pair).map_err(|error| kernel_failure(&error))
 }

@@ -11,8 +11,8 @@ use std::process::ExitCode;
 /// More is no configuration: the list of GC has some 100 bytes for each pod of a node.
 const LARGEST_INPUT: u64 = 16 << 20;
 
-/// Runs the plugin on this process's environment and standard streams. Whatever happens, what is printed is JSON as the
-/// specification says, unless nobody but a person called.
+/// Runs the plugin with this process's environment and standard streams. Its output is always JSON by the
+/// specification, unless it is called interactively.
 #[must_use]
 pub fn main() -> ExitCode {
     let variable = |name: &str| std::env::var(name).ok();
@@ -26,7 +26,7 @@ pub fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     };
     let input = read_input();
-    // A defect must not leave the runtime without an answer that it can read.
+    // A panic must not leave the runtime without an answer.
     let outcome = catch_unwind(AssertUnwindSafe(|| run(&command, &input, &variable)))
         .unwrap_or_else(|_| Err(Failure::new(Code::Io, "internal error; standard error has its place")));
     let (text, code) = match outcome {

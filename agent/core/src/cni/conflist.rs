@@ -1,23 +1,23 @@
-//! The network configuration that the container runtime reads from `/etc/cni/net.d`.
+//! The CNI network configuration in `/etc/cni/net.d`.
 
 use super::netconf::{Input, Role};
 use super::spec::Version;
 use serde_json::{Map, Value, json};
 
-/// The plugin's file name, as `type` names it.
+/// File name of the plugin, as in `type`.
 pub const PLUGIN: &str = "cistern-cni";
-/// The name that configurations written for Cilium call the plugin by.
+/// Name of the plugin in configurations written for Cilium.
 pub const ALIAS: &str = "cilium-cni";
-/// Every name that a configuration calls the plugin by.
+/// All names of the plugin in configurations.
 pub const NAMES: [&str; 2] = [PLUGIN, ALIAS];
-/// The plugin that serves hostPorts.
+/// The plugin that implements hostPort.
 pub const PORTMAP: &str = "portmap";
 
-/// A file that is not ours is set aside under its name with this behind it: no runtime reads that.
+/// Suffix of foreign files that are set aside; runtimes ignore it.
 pub const SET_ASIDE: &str = ".cistern_bak";
 
-/// The configuration that the agent writes by default. Version 1.0.0, since the `portmap` of many distributions knows no
-/// later one; without `portmap` on the node it cannot be chained, or no pod would start.
+/// The default configuration. Version 1.0.0, since `portmap` of many distributions does not support later ones. Without
+/// `portmap` on the node it is not chained, because no pod would start.
 #[must_use]
 pub fn default_text(portmap: bool) -> String {
     let mut plugins = vec![json!({"type": PLUGIN})];
@@ -76,11 +76,11 @@ fn passed(list: &Value, plugin: &Value) -> Map<String, Value> {
 }
 
 fn written(conf: &Value) -> String {
-    // A value that was parsed or made here is always written.
+    // Parsed or constructed values can always be serialised.
     format!("{}\n", serde_json::to_string_pretty(conf).unwrap_or_default())
 }
 
-/// Whether runtimes read a file of this name as a configuration.
+/// Whether runtimes read a file of this name as configuration.
 #[must_use]
 pub fn is_configuration(name: &str) -> bool {
     !name.starts_with('.') && [".conf", ".conflist", ".json"].iter().any(|ending| name.ends_with(ending))

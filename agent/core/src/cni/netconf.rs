@@ -16,10 +16,10 @@ use super::spec::{Code, Failure, VERSIONS, Version};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// What the plugin is called for (`architecture` decision 16).
+/// The role in which the plugin is called (`architecture` decision 16).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// `type` names us: address and interface.
+    /// `type` is ours: address and interface.
     Interface,
     /// `ipam.type` names us, `type` another plugin, which creates the interface and calls us for its address.
     Ipam,
@@ -46,7 +46,7 @@ pub struct NetConf {
     pub role: Role,
     /// MTU of the pod's interface in bytes; without it the agent's.
     pub mtu: Option<u32>,
-    /// Result of the plugins before, or of ADD.
+    /// Result of the previous plugin, or of ADD.
     pub prev_result: Option<Value>,
     /// DNS settings, passed through.
     pub dns: Option<Value>,
@@ -74,7 +74,7 @@ pub struct Garbage {
     pub paths: Paths,
 }
 
-/// An attachment that GC must leave.
+/// A valid attachment for GC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ValidAttachment {
     /// `CNI_CONTAINERID`
@@ -83,8 +83,8 @@ pub struct ValidAttachment {
     pub ifname: String,
 }
 
-/// Plugins whose pods are on an outside network themselves: packets of theirs may leave by a device of the node, but never
-/// pass its routing, so an answer to the node's address would not find back to the pod.
+/// Plugins whose pods are directly on an external network: their packets may leave by a device of the node, but bypass
+/// its routing, so that replies to the node's address would not reach the pod.
 const BESIDE_THE_NODE: [&str; 4] = ["host-device", "ipvlan", "macvlan", "vlan"];
 
 /// Smallest and largest MTU of an interface of ours: an IPv4 host must accept 576 bytes (RFC 791, section 3.1), and no IPv4 packet is
@@ -98,8 +98,8 @@ const VALID: [&str; 2] = ["cni.dev/valid-attachments", "cni.dev/attachments"];
 const SHOWN: usize = 80;
 
 impl NetConf {
-    /// Whether packets of the pod pass the routing of the node, and so may leave under its address. So it is with our
-    /// interfaces, and with those of plugins such as `bridge` and `ptp`.
+    /// Whether the pod's packets are routed by the node, and can be masqueraded. True for our interfaces, and for those
+    /// of plugins such as `bridge` and `ptp`.
     #[must_use]
     pub fn is_routed(&self) -> bool {
         !BESIDE_THE_NODE.contains(&self.plugin.as_str())

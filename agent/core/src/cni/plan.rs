@@ -1,33 +1,33 @@
-//! The ordered steps of ADD, each with its inverse.
+//! The steps of ADD, each with its inverse.
 //!
-//! ADD runs its steps in order; when one fails, the inverses of those before it (and of the one that failed, which may
-//! have had a part of its effect) run in reverse. DEL runs the inverse of every step and goes on after a failure. In the
-//! role of an IPAM plugin only the steps with the agent remain.
+//! ADD runs its steps in order; if one fails, its inverse (it may have had partial effect) and those of the previous
+//! steps run in reverse order. DEL runs all inverses and continues after failures. In the role of an IPAM plugin only
+//! the steps with the agent remain.
 
 use super::netconf::Role;
 
-/// One step of ADD.
+/// A step of ADD.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// The agent gives a provisional lease.
+    /// The agent allocates a provisional lease.
     Lease,
-    /// The pair, the pod's side made inside its namespace. What an attempt that was killed left under one of its names
-    /// is removed first.
+    /// Creates the veth pair, with the pod's side inside its namespace. Remains of a killed attempt under one of its
+    /// names are deleted first.
     MakePair,
     /// Address, routes and neighbour of the pod's side.
     SetUpPod,
-    /// Settings and route of the host's side.
+    /// Sysctls and route of the host's side.
     SetUpHost,
-    /// The agent confirms the lease; the datapath knows the pod, unless its packets do not pass the node's routing.
+    /// The agent confirms the lease, and the datapath gets the pod, unless its packets bypass the node's routing.
     Confirm,
 }
 
-/// What takes back the effect of steps.
+/// The inverse of steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Undo {
-    /// The pair goes, and with it its addresses, routes and neighbours.
+    /// Delete the pair, including its addresses, routes and neighbours.
     RemovePair,
-    /// The agent takes the lease back, confirmed or not.
+    /// The agent releases the lease, confirmed or not.
     Release,
 }
 
@@ -45,26 +45,26 @@ pub fn add(role: Role) -> &'static [Step] {
 pub const DEL: [Undo; 2] = [Undo::RemovePair, Undo::Release];
 
 impl Step {
-    /// What takes this step back; none when there is nothing to take back.
+    /// The inverse of this step, if any.
     #[must_use]
     pub fn inverse(self) -> Option<Undo> {
         match self {
             Self::Lease | Self::Confirm => Some(Undo::Release),
             Self::MakePair => Some(Undo::RemovePair),
-            // They go with the pair.
+            // Deleted with the pair.
             Self::SetUpPod | Self::SetUpHost => None,
         }
     }
 }
 
-/// What to run after `failed` failed: in reverse, each once.
+/// The inverses to run after `failed` failed: in reverse order, each once.
 #[must_use]
 pub fn undo_after(role: Role, failed: Step) -> Vec<Undo> {
     let steps = add(role);
     let reached = steps.iter().position(|step| *step == failed).map_or(steps.len(), |position| position + 1);
     let mut undo = Vec::new();
     for inverse in steps.iter().take(reached).rev().filter_map(|step| step.inverse()) {
-        // The lease goes back last: a device must not be left with an address that another pod may get.
+        // The lease is released last: a device must not remain with an address that another pod may get.
         undo.retain(|other| *other != inverse);
         undo.push(inverse);
     }
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_fails_the_lease_goes_back_and_goes_back_last() {
+    fn on_any_failure_the_lease_is_released_last() {
         for role in [Role::Interface, Role::Ipam] {
             let position = |wanted| add(role).iter().position(|step| *step == wanted);
             for step in add(role) {

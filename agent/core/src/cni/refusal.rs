@@ -12,11 +12,11 @@ pub enum Refusal {
     WaitingForPodCidr,
     /// New addresses are held back, with the reason in the message.
     HeldBack,
-    /// No address is left for the router.
+    /// There is no address for the router.
     NoRouter,
     /// The router address is not on the node yet.
     RouterNotSet,
-    /// The agent is ending.
+    /// The agent is shutting down.
     ShuttingDown,
     /// Every address of the pool is taken.
     PoolExhausted,

@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 
-/// Versions of the specification that are spoken, oldest first.
+/// Supported versions of the specification, oldest first.
 pub const VERSIONS: [&str; 4] = ["0.3.1", "0.4.0", "1.0.0", "1.1.0"];
 
-/// A version that is spoken. They are ordered by age.
+/// A supported version, ordered by age.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Version {
     /// 0.3.1
@@ -26,7 +26,7 @@ pub enum Version {
 }
 
 impl Version {
-    /// The newest; that of an error about a configuration that names none.
+    /// The newest; used for errors about a configuration without one.
     pub const NEWEST: Self = Self::V1_1_0;
 
     /// As written in `cniVersion`.
@@ -60,7 +60,7 @@ pub enum Code {
     Environment = 4,
     /// Input or output failed.
     Io = 5,
-    /// Something could not be decoded.
+    /// Input could not be decoded.
     Decode = 6,
     /// The network configuration is invalid.
     Configuration = 7,
@@ -68,11 +68,11 @@ pub enum Code {
     TryAgainLater = 11,
     /// STATUS: no ADD can be served.
     NotAvailable = 50,
-    /// An interface of ours is not as it was left: CHECK found a difference.
+    /// CHECK: an interface differs from its state after ADD.
     Difference = 100,
-    /// The kernel refused a step.
+    /// A kernel call failed.
     Kernel = 101,
-    /// The agent refused, and will go on to.
+    /// The agent refused, permanently.
     Agent = 102,
 }
 
@@ -84,39 +84,39 @@ pub struct ErrorObject {
     pub cni_version: &'static str,
     /// See [`Code`].
     pub code: u32,
-    /// What is wrong, in short.
+    /// Summary of the error.
     pub msg: String,
-    /// More of it.
+    /// Details.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub details: String,
 }
 
-/// A failure on its way to becoming an [`ErrorObject`].
+/// A failure to be reported as [`ErrorObject`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// Which code.
+    /// The code.
     pub code: Code,
     /// What is wrong: the field or step, the value, what was expected.
     pub message: String,
-    /// What is still in force, or what else was found.
+    /// What is still in force, or other findings.
     pub details: String,
 }
 
 impl Failure {
-    /// A failure without more to say.
+    /// A failure without details.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
         Self { code, message: message.into(), details: String::new() }
     }
 
-    /// Adds what else is known.
+    /// Adds details.
     #[must_use]
     pub fn with_details(mut self, details: impl Into<String>) -> Self {
         self.details = details.into();
         self
     }
 
-    /// As the runtime gets it.
+    /// The error object for the runtime.
     #[must_use]
     pub fn object(&self, version: Version) -> ErrorObject {
         ErrorObject {
@@ -131,17 +131,17 @@ impl Failure {
 /// The verbs (section 2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verb {
-    /// Attach.
+    /// Attach a container.
     Add,
-    /// Detach.
+    /// Detach a container.
     Del,
-    /// Is the attachment as it was made?
+    /// Check an attachment.
     Check,
-    /// Can ADD be served?
+    /// Report readiness for ADD.
     Status,
-    /// Release every attachment that is not in the list.
+    /// Release all attachments that are not listed.
     Gc,
-    /// Which versions are spoken?
+    /// Report supported versions.
     Version,
 }
 
@@ -181,7 +181,7 @@ pub struct Call {
     pub container_id: String,
     /// `CNI_IFNAME`
     pub ifname: String,
-    /// `CNI_NETNS`; empty only for DEL, whose namespace may be gone.
+    /// `CNI_NETNS`; empty only for DEL, whose namespace may not exist any more.
     pub netns: String,
     /// `CNI_ARGS`
     pub args: BTreeMap<String, String>,
@@ -191,7 +191,7 @@ pub struct Call {
 const IFNAME_LENGTH: usize = 15;
 
 impl Call {
-    /// Reads the variables that a verb needs.
+    /// Parses the variables that a verb requires.
     ///
     /// # Errors
     /// [`Code::Environment`] naming the variable, its value and what was expected.
@@ -211,7 +211,7 @@ impl Call {
         }
         let ifname = required("CNI_IFNAME", "the name of the pod's interface")?;
         if ifname.len() > IFNAME_LENGTH
-            // The loopback device is in every namespace and cannot be replaced.
+            // The loopback device exists in every namespace and cannot be replaced.
             || matches!(ifname.as_str(), "." | ".." | "lo")
             || ifname.chars().any(|c| c == '/' || c == ':' || c.is_whitespace() || c.is_control())
         {
@@ -222,14 +222,14 @@ impl Call {
             _ => required("CNI_NETNS", "the path of the pod's network namespace")?,
         };
         let args = match verb {
-            // DEL needs none of them, and must not be stopped by what stopped its ADD.
+            // DEL does not use them, and must not fail because of a value that made its ADD fail.
             Verb::Del => BTreeMap::new(),
             _ => args(&variable("CNI_ARGS").unwrap_or_default())?,
         };
         Ok(Self { container_id, ifname, netns, args })
     }
 
-    /// The pod as Kubernetes' runtimes name it: namespace, name, UID.
+    /// The pod as named by Kubernetes' runtimes: namespace, name, UID.
     #[must_use]
     pub fn pod(&self) -> Option<(String, String, Option<String>)> {
         let arg = |name: &str| self.args.get(name).filter(|value| !value.is_empty()).cloned();
@@ -286,7 +286,7 @@ pub struct ResultIp {
 /// A route of a result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResultRoute {
-    /// Where to.
+    /// The destination.
     pub dst: IpNet,
     /// Next hop.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -299,7 +299,7 @@ pub struct ResultRoute {
 pub struct AddResult {
     /// Version of this object.
     pub cni_version: String,
-    /// Host side first. An IPAM plugin has none to tell of.
+    /// Host side first. None in the role of an IPAM plugin.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub interfaces: Vec<ResultInterface>,
     /// Addresses.
@@ -313,13 +313,13 @@ pub struct AddResult {
     pub dns: Value,
 }
 
-/// What ADD made.
+/// The result of ADD, independent of its version.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Attached {
-    /// The pair; none in the role of an IPAM plugin.
+    /// The veth pair; `None` in the role of an IPAM plugin.
     pub pair: Option<AttachedPair>,
-    /// The pod's address. With its interface ours it is alone on it; another plugin needs the prefix that the gateway is
-    /// in, since it puts routes through that gateway.
+    /// The pod's address, as a /32 on our interfaces. Other plugins need the prefix that contains the gateway, since
+    /// they add routes via it.
     pub address: ipnet::Ipv4Net,
     /// Its gateway.
     pub router: std::net::Ipv4Addr,
@@ -327,7 +327,7 @@ pub struct Attached {
     pub dns: Option<Value>,
 }
 
-/// The pair that ADD made.
+/// The veth pair of ADD.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttachedPair {
     /// Host side: name and hardware address.
@@ -354,7 +354,7 @@ impl AttachedPair {
 }
 
 impl Attached {
-    /// The result in a version's form.
+    /// The result in the form of a version.
     #[must_use]
     pub fn result(&self, version: Version) -> AddResult {
         let router = IpAddr::V4(self.router);
@@ -381,9 +381,9 @@ fn default_route() -> IpNet {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct VersionResult<'a> {
-    /// As asked for.
+    /// As requested.
     pub cni_version: &'a str,
-    /// What is spoken.
+    /// Supported versions.
     pub supported_versions: [&'static str; 4],
 }
 
@@ -435,10 +435,10 @@ mod tests {
             assert_eq!(failure.code as u32, 4, "{name}={value}");
             assert!(failure.message.starts_with(name), "{}", failure.message);
         }
-        // A DEL comes without namespace when the pod's is gone.
+        // A DEL has no namespace if the pod's no longer exists.
         let call = Call::parse(Verb::Del, |key| if key == "CNI_NETNS" { None } else { environment(GOOD)(key) });
         assert_eq!(call.unwrap().netns, "");
-        // Nor is it stopped by arguments that it does not need.
+        // Nor does it fail because of arguments that it does not use.
         let call = Call::parse(Verb::Del, |key| match key {
             "CNI_ARGS" => Some("a=b;c".to_owned()),
             _ => environment(GOOD)(key),
