@@ -1,4 +1,4 @@
-//! Prints what a running Cistern shows of itself: `cargo xtask gen` writes it to `agent/observing.md`.
+//! Prints the documentation of probes, metrics, events and logs; `cargo xtask gen` writes it to `agent/observing.md`.
 
 use cistern::tables::notices::Reason;
 use cistern::telemetry::{LOG_KEYS, metrics};
@@ -26,22 +26,22 @@ const PROBES: &str = "
 
 | process | where | `GET /healthz` | `GET /readyz` |
 |---|---|---|---|
-| agent | `127.0.0.1`, port `agent-health-port` (9879) | 200 while the owner of the pod leases answers | 200 when pods can be \
-served: what `cistern status` ends with 0 for |
-| operator | `operator-api-serve-addr` (127.0.0.1:9234) | 200 while the process runs | 200 when it leads, or sees who leads |
+| agent | `127.0.0.1`, port `agent-health-port` (9879) | 200 while the lease owner responds | 200 if pods can be served, as \
+for exit code 0 of `cistern status` |
+| operator | `operator-api-serve-addr` (127.0.0.1:9234) | 200 while the process runs | 200 if it leads, or a leader is known |
 
-Else 503; the body is JSON, `{\"ready\": false, \"reasons\": [\"...\"]}`. Waiting for the API server or for a pod CIDR is no reason \
-for a liveness probe to fail: a restart would only begin the wait again. A port that is taken is a wait of the name `probes`.
+Else 503; the body is JSON, `{\"ready\": false, \"reasons\": [\"...\"]}`. Waiting for the API server or for a pod CIDR does not \
+fail the liveness probe, because a restart would not help. A port in use is reported as a wait named `probes`.
 ";
 
 const EVENTS: &str = "
 ## Events
 
-Of the kind `CiliumNode`, in the namespace `default`, by `cistern-agent` or `cistern-operator` (`kubectl describe ciliumnode NAME`). \
-One event for a node and a reason; when it happens again its `series.count` grows, written after a minute and then at most every 5 minutes. Another \
-message of that reason is a new event, at most one a minute. One process writes 25 at once and then one every 10 seconds. \
-What cannot be written is tried again later and holds nothing up; without the right to write events (`create` and `patch` of \
-`events` in `events.k8s.io`) it is dropped and told of in the log. Notices wait until the node has a CiliumNode.
+About objects of kind `CiliumNode`, in the namespace `default`, by `cistern-agent` or `cistern-operator` (`kubectl describe \
+ciliumnode NAME`). There is one event per node and reason; repetitions increase its `series.count`, written after a minute and \
+then at most every 5 minutes. Another message for that reason is a new event, at most one per minute. A process writes at most 25 \
+at once and then one every 10 seconds. Failed writes are retried later and block nothing; without permission to write events \
+(`create` and `patch` of `events` in `events.k8s.io`) they are dropped and logged. Events wait until the node has a CiliumNode.
 
 | reason | type | when |
 |---|---|---|
@@ -50,18 +50,18 @@ What cannot be written is tried again later and holds nothing up; without the ri
 const CONDITION: &str = "
 ## Condition
 
-The agent keeps the condition `cistern.io/Ready` of its Node: `True`, or `False` with the reason `WaitingForPodCIDR`, `PodCIDRBlocked` \
-or `NotReady` and what `cistern status` gives as reasons. It is on the Node because the schema of Cilium's CiliumNode has no \
-conditions. It is written when it changes (another message for the same state at most once a minute), so it says what the \
-agent said last, and needs the right to `patch` `nodes/status`. The operator's word about a node is in its CiliumNode: \
-`status.ipam.operator-status.error`.
+The agent maintains the condition `cistern.io/Ready` of its Node: `True`, or `False` with the reason `WaitingForPodCIDR`, \
+`PodCIDRBlocked` or `NotReady` and the reasons shown by `cistern status`. It is on the Node because the schema of Cilium's \
+CiliumNode has no conditions. It is written when it changes (another message for the same state at most once a minute), so it is \
+the agent's last report, and requires permission to `patch` `nodes/status`. The operator's errors about a node are in its \
+CiliumNode: `status.ipam.operator-status.error`.
 ";
 
 const LOG: &str = "
 ## Log
 
-Lines have a message for people and keys for programs (`log-opt` with `format=json` makes each an object). These keys and no others:
+Lines have a human-readable message and keys (`log-opt` with `format=json` prints each as an object). The keys are:
 
-| key | what it holds |
+| key | meaning |
 |---|---|
 ";

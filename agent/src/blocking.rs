@@ -1,38 +1,37 @@
-//! Work that may wait for a disk, the kernel or a network namespace, kept off the async workers.
+//! Work that may block on a disk, the kernel or a network namespace, off the async workers.
 //!
-//! The runtime has few workers, and they serve CNI, probes and the leader election: a call that waits on one of them stops
-//! all of that. Such a call is handed to a [`Blocking`] port. In production the port runs it on a thread of its own, and
-//! lets a bounded number run at a time, so that a disk that hangs takes no thread from netlink. Scripts and the simulation
-//! run it inline, at once: they have no disk that hangs, and their clock is paused, where a thread would make a run differ
-//! from the next one.
+//! The runtime has few workers, which serve CNI, probes and the leader election: a blocking call on one of them would
+//! stop all of that. Such a call is passed to a [`Blocking`] port. In production the port runs it on a separate thread,
+//! with bounded concurrency, so that a hanging disk takes no threads from netlink. Scripts and the simulation run it
+//! inline: they have no hanging disk, and their clock is paused, where threads would make runs irreproducible.
 
 use std::future::pending;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use tokio::sync::Semaphore;
 
-/// Where blocking work of one kind runs. Clones share the bound.
+/// Executor of one kind of blocking work. Clones share the bound.
 #[derive(Debug, Clone)]
 pub struct Blocking {
-    /// How many may run at a time; none runs them inline.
+    /// Maximum concurrency; `None` runs work inline.
     threads: Option<Arc<Semaphore>>,
 }
 
 impl Blocking {
-    /// Runs work on threads, at most `limit` at a time; what comes on top waits in order.
+    /// Runs work on threads, at most `limit` at a time; further work queues in order.
     #[must_use]
     pub fn threads(limit: usize) -> Self {
         Self { threads: Some(Arc::new(Semaphore::new(limit))) }
     }
 
-    /// Runs work in the task that asks.
+    /// Runs work in the caller's task.
     #[must_use]
     pub const fn inline() -> Self {
         Self { threads: None }
     }
 
-    /// Runs `work` and returns its result. Work that has begun is finished even if the caller is dropped, and counts
-    /// against the bound until then. A panic of the work is one of the caller.
+    /// Runs `work` and returns its result. Work that was started completes even if the caller is dropped, and counts
+    /// against the bound until then. A panic of the work is propagated to the caller.
     pub async fn run<T, F>(&self, work: F) -> T
     where
         F: FnOnce() -> T + Send + 'static,
@@ -55,20 +54,20 @@ impl Blocking {
     }
 }
 
-/// The ports of an agent. Each kind of work has a bound of its own, so that one that hangs stops no other.
+/// The ports of an agent. Each kind of work has its own bound, so that a hanging one does not block others.
 #[derive(Debug, Clone)]
 pub struct Ports {
     /// State files and the CNI configuration.
     pub disk: Blocking,
-    /// What the agent changes and observes in the kernel: netlink, kernel maps, attached programs, namespaces.
+    /// Changes and observations of the kernel: netlink, kernel maps, attached programs, namespaces.
     pub kernel: Blocking,
-    /// What is read for a caller: dumps of kernel maps, metrics. Its cost follows from the number of flows.
+    /// Reads for callers: dumps of kernel maps, metrics. Their cost depends on the number of flows.
     pub inspection: Blocking,
 }
 
-/// One write of each file at a time is the rule; the rest is reading at the start and for callers.
+/// Usually there is one write per file at a time; the rest are reads at startup and for callers.
 const DISK: usize = 4;
-/// Every reconciler of the kernel has at most one operation under way.
+/// Every reconciler of the kernel has at most one running operation.
 const KERNEL: usize = 16;
 /// Callers of dumps wait for each other.
 const INSPECTION: usize = 2;
@@ -81,7 +80,7 @@ impl Ports {
         Self { disk, kernel, inspection: Blocking::threads(INSPECTION) }
     }
 
-    /// In the task that asks.
+    /// In the caller's task.
     #[must_use]
     pub const fn inline() -> Self {
         Self { disk: Blocking::inline(), kernel: Blocking::inline(), inspection: Blocking::inline() }
@@ -95,12 +94,12 @@ mod tests {
     use std::time::Duration;
 
     #[tokio::test]
-    async fn work_that_hangs_stops_neither_its_worker_nor_another_port() {
+    async fn hanging_work_blocks_neither_its_worker_nor_another_port() {
         let (disk, kernel) = (Blocking::threads(1), Blocking::threads(1));
         let (release, hang) = mpsc::channel::<()>();
         let port = disk.clone();
         let stalled = tokio::spawn(async move { port.run(move || hang.recv().is_ok()).await });
-        // This test has one worker: a call that blocked it would end the test here.
+        // This test has one worker: a blocking call would hang the test here.
         assert_eq!(kernel.run(|| 7).await, 7);
         tokio::task::yield_now().await;
         let waiting = disk.run(|| 8);

@@ -1,26 +1,26 @@
-//! Cistern: all I/O and all wiring around the decisions of `cistern_core`.
+//! Cistern: I/O and wiring around the decisions of `cistern_core`.
 //!
 //! ```text
-//!  observe                     remember               decide                  do                       tell
+//!  observe                     state                  decide                  apply                    report
 //!  kubernetes::watch  ─┐                                                ┌► netlink (routes, lo) ─┐
 //!  netlink::monitor   ─┼─ rows ─► tables (Arc       ─► controllers ─────┼► datapath (maps, tcx)  ─┼─► status, waits,
 //!  files (ip-masq)    ─┤          snapshot +            call the core    └► kubernetes (patches)  ─┘   health, logs
 //!  settings, state    ─┘          revision)             and publish                │                     `cistern …`
 //!       ▲                             ▲                 desired tables             │
-//!       └─────────────────────────────┴── what was realised is observed again ─────┘
+//!       └─────────────────────────────┴── realised state is observed again ────────┘
 //!
 //!  cistern-cni ─► api (unix socket) ─► leases: one task owns the pod leases ─► state (disk), datapath
 //! ```
 //!
-//! * **What runs where** is answered by [`app::agent_role`] and [`app::operator_role`].
+//! * [`app::agent_role`] and [`app::operator_role`] list the **tasks** of each role.
 //! * A **controller** waits until its inputs have synced; then, on any change, it takes a snapshot, plans, publishes. It
-//!   does no I/O and names no adapter.
-//! * A **reconciler** ([`reconciler::run`]) makes one target equal to one table: at once on a change, with back-off after
-//!   an error, whole at start and every few minutes; additions first, surplus last.
-//! * **Leases** are durable before an answer leaves, and the datapath knows a pod before its ADD succeeds.
-//! * Everything in the kernel is pinned or belongs to the kernel: an agent that dies changes nothing.
+//!   does no I/O and imports no adapter.
+//! * A **reconciler** ([`reconciler::run`]) makes one target equal to one table: on every change, with back-off after
+//!   an error, and in full passes at startup and every few minutes; additions first, deletions last.
+//! * **Leases** are durable before an answer is sent, and a pod is in the datapath before its ADD succeeds.
+//! * Everything in the kernel is pinned or independent of the process: a killed agent changes nothing.
 //!
-//! `cargo xtask check` proves that imports point one way: `main → app → controllers → core, tables, reconciler` and
+//! `cargo xtask check` enforces the direction of imports: `main → app → controllers → core, tables, reconciler` and
 //! `app → adapters → core, tables, reconciler`.
 
 pub mod api;

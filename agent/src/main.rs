@@ -1,4 +1,4 @@
-//! `cistern`: the agent, the operator and the commands that ask them.
+//! `cistern`: the agent, the operator and the command line.
 
 use std::process::ExitCode;
 

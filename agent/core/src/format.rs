@@ -1,8 +1,9 @@
-//! Versions of what outlives a process: state files, queue entries, ConfigMaps and annotations.
+//! Versions of persistent documents: state files, queue entries, ConfigMaps and annotations.
 //!
-//! Every such document names the format it was written in and the oldest format whose reader understands it. A build that adds
-//! a field or a kind of record raises [`Version::format`] and leaves [`Version::oldest_reader`] as it is: the build before reads
-//! the document and ignores what it does not know. Only a change that the build before would misread raises both.
+//! Every such document has the format it was written in and the oldest format whose reader understands it. A build that
+//! adds a field or a kind of record increments [`Version::format`] only: the previous build reads the document and
+//! ignores what it does not know. A change that the previous build would misread also raises
+//! [`Version::oldest_reader`].
 
 use serde::{Deserialize, Serialize};
 
@@ -11,8 +12,8 @@ use serde::{Deserialize, Serialize};
 pub struct Version {
     /// The format that the document was written in.
     pub format: u32,
-    /// The oldest format whose reader understands the document. Documents of the first release leave it out: only their own
-    /// format understands them.
+    /// The oldest format whose reader understands the document. Documents of the first release do not have it: only
+    /// their own format understands them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub oldest_reader: Option<u32>,
 }
@@ -36,11 +37,11 @@ impl Version {
         Self { format, oldest_reader: Some(oldest_reader) }
     }
 
-    /// Checks that a reader of format `own` understands the document. Documents of an older format are always accepted: their
-    /// migration is the reader's task.
+    /// Checks that a reader of format `own` understands the document. Documents of older formats are always accepted;
+    /// the reader migrates them.
     ///
     /// # Errors
-    /// A newer format whose oldest reader is newer than `own`.
+    /// The oldest reader is newer than `own`.
     pub fn check(self, own: u32) -> Result<(), Unsupported> {
         let oldest_reader = self.oldest_reader.unwrap_or(self.format);
         if oldest_reader <= own { Ok(()) } else { Err(Unsupported { format: self.format, oldest_reader, own }) }

@@ -1,21 +1,21 @@
-//! Every decision of Cistern, as pure functions and small state machines.
+//! Cistern's decisions, as pure functions and small state machines.
 //!
 //! Nothing here does I/O, reads a clock or draws a random number: time, randomness and environment are arguments
-//! (`clippy.toml` bans the functions that would break this). The package `cistern` does what is decided here, under the
-//! same feature names.
+//! (`clippy.toml` bans the functions that would break this). The package `cistern` executes the decisions, in
+//! modules of the same names.
 //!
 //! | module | decides |
 //! |---|---|
-//! | [`settings`] | what the configuration keys mean, and which are refused |
-//! | [`ip`] | carving a CIDR into blocks, drawing addresses from a block |
-//! | [`ipam`] | which node owns which block, which pod holds which address |
-//! | [`masquerade`] | which packets leave under the node's address |
-//! | [`cni`] | the CNI specification's types, and the steps of ADD, CHECK and DEL |
-//! | [`lease`] | who leads, judged from a Lease object |
-//! | [`format`] | whether a build understands a document that another build wrote |
-//! | [`moment`] | which of two things came first, whatever the clocks say |
-//! | [`uninstall`] | what a request to clean a node and its answer say |
-//! | [`reconcile`] | what an error means for the next try, and when that is |
+//! | [`settings`] | meaning and validity of configuration keys |
+//! | [`ip`] | division of CIDRs into blocks, choice of addresses |
+//! | [`ipam`] | pod CIDRs of nodes, addresses of pods |
+//! | [`masquerade`] | which packets leave with the node's address |
+//! | [`cni`] | types of the CNI specification, steps of ADD, CHECK and DEL |
+//! | [`lease`] | leader election, by the state of a Lease object |
+//! | [`format`] | compatibility of persistent documents between builds |
+//! | [`moment`] | order of events, independent of the wall clock |
+//! | [`uninstall`] | requests to clean a node, and answers |
+//! | [`reconcile`] | classes of errors, and retry times |
 
 pub mod cni;
 pub mod format;

@@ -1,7 +1,7 @@
 //! Blocking client of the agent API: HTTP/1.1 over the unix socket, one connection for several calls, no async runtime.
 //!
-//! Every call of the API may be repeated, so one that meets a kept connection which the agent has closed in the meantime
-//! is made again on a new one, once.
+//! All calls of the API are idempotent, so a call on a kept connection that the agent has closed meanwhile is repeated
+//! once on a new one.
 
 use super::types::{ApiError, Health};
 use serde::Serialize;
@@ -11,57 +11,57 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// An agent that is alive answers within this time; one that is stopped or stuck does not.
+/// A working agent answers within this time.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// More is no answer of this API: a dump of the largest kernel map is below it.
+/// Maximum size of an answer: more than a dump of the largest kernel map.
 const LARGEST_ANSWER: usize = 256 << 20;
 
-/// The head of an answer has a handful of headers.
+/// Maximum size of an answer's head.
 const LARGEST_HEAD: usize = 16 << 10;
 const HEADERS: usize = 32;
 
-/// A call that has no result.
+/// A failed call.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody listens on the socket. Nothing was sent.
+    /// The socket has no listener. Nothing was sent.
     #[error("the agent cannot be reached at {}: {source}", socket.display())]
     Unreachable {
         /// The socket.
         socket: PathBuf,
-        /// The system's answer: no such file, connection refused.
+        /// The I/O error: no such file, connection refused.
         source: io::Error,
     },
-    /// The connection broke, or no answer came in time. The call may or may not have been carried out.
+    /// The connection broke, or timed out. The call may or may not have been executed.
     #[error("{call}: no answer from the agent: {source}")]
     Broken {
         /// Method and path.
         call: String,
-        /// What broke.
+        /// The I/O error.
         source: io::Error,
     },
-    /// What came back is no answer of this API.
+    /// The answer is not valid.
     #[error("{call}: the answer cannot be read: {reason}")]
     Malformed {
         /// Method and path.
         call: String,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
-    /// The agent refused. What it was asked for was not done.
+    /// The agent rejected the call, and did not execute it.
     #[error("{call}: {} ({}, HTTP status {status})", error.message, error.reason)]
     Refused {
         /// Method and path.
         call: String,
         /// HTTP status.
         status: u16,
-        /// The agent's words.
+        /// The agent's error.
         error: ApiError,
     },
 }
 
 impl ClientError {
-    /// Whether the same call may succeed later without anybody changing a setting.
+    /// Whether the same call may succeed later without a change of configuration.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
@@ -71,14 +71,14 @@ impl ClientError {
         }
     }
 
-    /// Whether the call may have been carried out although there is no result.
+    /// Whether the call may have been executed although it has no result.
     #[must_use]
     pub fn may_have_happened(&self) -> bool {
         matches!(self, Self::Broken { .. } | Self::Malformed { .. })
     }
 }
 
-/// A connection to the agent, made at the first call and kept for the next ones.
+/// A connection to the agent, opened by the first call and kept for further ones.
 #[derive(Debug)]
 pub struct Client {
     socket: PathBuf,
@@ -86,7 +86,7 @@ pub struct Client {
     connection: Option<UnixStream>,
 }
 
-/// An answer as it came.
+/// An answer.
 struct Answer {
     status: u16,
     body: Vec<u8>,
@@ -94,29 +94,28 @@ struct Answer {
     keep: bool,
 }
 
-/// Why an exchange gave no answer.
+/// Why an exchange failed.
 enum Failure {
-    /// The other side closed the connection before the first byte of an answer.
+    /// The server closed the connection before the first byte of an answer.
     Closed(io::Error),
     Broken(io::Error),
     Malformed(String),
 }
 
 impl Client {
-    /// A client for the agent that listens at `socket`, which waits `timeout` for each part of an answer. Connects at the
-    /// first call.
+    /// A client for the agent at `socket`, with `timeout` for each read and write. Connects at the first call.
     #[must_use]
     pub fn new(socket: impl Into<PathBuf>, timeout: Duration) -> Self {
         Self { socket: socket.into(), timeout, connection: None }
     }
 
-    /// Where the agent is looked for.
+    /// The agent's socket.
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Connects unless there is a connection. Tells whether the agent is there without asking it for anything.
+    /// Connects, unless connected, to find out whether an agent is running.
     ///
     /// # Errors
     /// [`ClientError::Unreachable`]
@@ -143,7 +142,7 @@ impl Client {
         self.call("POST", path, request)
     }
 
-    /// `GET /v1/healthz`, whose answer has a body of its own when it is 503.
+    /// `GET /v1/healthz`, whose answer with status 503 has a body, too.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -269,7 +268,7 @@ fn exchange(stream: &mut UnixStream, message: &[u8]) -> Result<Answer, Failure> 
         }
     }
     if body.len() > head.length {
-        return Err(Failure::Malformed("more bytes came than it says it has".into()));
+        return Err(Failure::Malformed("it is longer than its content-length".into()));
     }
     Ok(Answer { status: head.status, body, keep: head.keep })
 }
@@ -300,7 +299,7 @@ struct Head {
     keep: bool,
 }
 
-/// The head and its length in bytes; none while it is incomplete.
+/// The head and its length in bytes; `None` while it is incomplete.
 fn parse_head(bytes: &[u8]) -> Result<Option<(Head, usize)>, Failure> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS];
     let mut response = httparse::Response::new(&mut headers);
@@ -333,8 +332,8 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::thread::JoinHandle;
 
-    /// Serves one connection after the other. Each is a list of answers, one for each request; then it is closed.
-    /// Returns how many requests arrived.
+    /// Serves connections sequentially. Each is a list of answers, one per request; then it is closed. Returns the
+    /// number of requests.
     fn serve(connections: Vec<Vec<String>>) -> (tempfile::TempDir, PathBuf, JoinHandle<usize>) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
@@ -352,7 +351,7 @@ mod tests {
                         bytes.extend_from_slice(&chunk[..count]);
                     }
                     requests += 1;
-                    // In two parts, so that a head is seen incomplete.
+                    // In two parts, to test an incomplete head.
                     let (first, second) = answer.split_at(answer.len() / 3);
                     stream.write_all(first.as_bytes()).unwrap();
                     stream.flush().unwrap();
@@ -395,7 +394,7 @@ mod tests {
     #[test]
     fn calls_share_a_connection_and_a_closed_one_is_replaced() {
         let ok = answer("200 OK", r#"{"released":"10.244.1.5"}"#);
-        // The second connection is made because the agent closed the first one after two answers.
+        // The agent closed the first connection after two answers.
         let (_directory, path, server) = serve(vec![vec![ok.clone(), ok.clone()], vec![ok]]);
         let mut client = Client::new(path, TIMEOUT);
         for _ in 0..2 {
@@ -419,11 +418,11 @@ mod tests {
     }
 
     #[test]
-    fn nobody_there_is_told_apart_from_no_answer() {
+    fn an_absent_agent_is_distinguished_from_a_missing_answer() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("agent.sock");
         assert!(matches!(del(&mut Client::new(&path, TIMEOUT)).unwrap_err(), ClientError::Unreachable { .. }));
-        // What a killed agent leaves behind.
+        // The remains of a killed agent.
         drop(UnixListener::bind(&path).unwrap());
         let error = del(&mut Client::new(&path, TIMEOUT)).unwrap_err();
         assert!(matches!(error, ClientError::Unreachable { .. }) && error.is_retryable());
@@ -435,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_answer_is_said_to_be_none() {
+    fn invalid_answers_are_reported() {
         for (bytes, expected) in [
             ("SSH-2.0-OpenSSH_9.2\r\n\r\n".to_owned(), "no HTTP"),
             (answer("200 OK", "{"), "EOF while parsing"),
@@ -452,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unhealthy_agent_says_why() {
+    fn an_unhealthy_agent_reports_the_reason() {
         let body = r#"{"ready":false,"reasons":["waiting for podCIDRs"]}"#;
         let (_directory, path, _server) = serve(vec![vec![answer("503 Service Unavailable", body)]]);
         assert_eq!(Client::new(path, TIMEOUT).health().unwrap().reasons, ["waiting for podCIDRs"]);

@@ -1,4 +1,4 @@
-//! Serving over TCP: probes for kubelet, metrics for Prometheus.
+//! HTTP over TCP: probes for kubelet, metrics for Prometheus.
 //!
 //! Try it: `curl http://127.0.0.1:9879/readyz`.
 
@@ -19,12 +19,11 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-/// What answers kubelet's probes.
+/// Answers to kubelet's probes.
 pub trait Probe: Send + Sync + 'static {
-    /// Whether a restart of the process would help nothing: its tasks answer. What it waits for from outside is no
-    /// reason to say no.
+    /// Whether the process's tasks respond, so that a restart would not help. Missing external inputs do not matter.
     fn live(&self) -> impl Future<Output = Health> + Send;
-    /// Whether it does its work now, and why not.
+    /// Whether the process is ready, and why not.
     fn ready(&self) -> impl Future<Output = Health> + Send;
 }
 
@@ -40,7 +39,7 @@ pub fn probes<P: Probe>(probe: Arc<P>) -> Router {
         .with_state(probe)
 }
 
-/// Gives the text of all metrics.
+/// Returns all metrics as text.
 pub type Metrics = Arc<dyn Fn() -> BoxFuture<'static, String> + Send + Sync>;
 
 /// `GET /metrics`
@@ -49,14 +48,14 @@ pub fn metrics(gather: Metrics) -> Router {
     Router::new().route("/metrics", get(answer)).with_state(gather)
 }
 
-/// Another program may hold the port: a predecessor that is ending, or one that nobody expected here.
+/// Another program may have the port, such as a predecessor that is shutting down.
 const BIND_RETRY: Duration = Duration::from_secs(5);
 
-/// Serves on a TCP address until cancelled. While the address is taken, `wait` is a wait with the reason: pods are served
-/// all the same.
+/// Serves on a TCP address until cancelled. While the address is in use, `wait` is a wait with the reason; pods are
+/// served nevertheless.
 ///
 /// # Errors
-/// When accepting fails for good.
+/// Accepting fails permanently.
 pub async fn serve(
     address: SocketAddr,
     router: Router,
@@ -75,7 +74,7 @@ pub async fn serve(
         }
     };
     waits.end(wait);
-    // Those who ask keep their connections open: what must end is not waited for.
+    // Clients keep connections open, which must not delay the shutdown.
     tokio::select! {
         () = cancel.cancelled() => Ok(()),
         served = async { axum::serve(listener, router).await } => served,
@@ -89,7 +88,7 @@ mod tests {
     use axum::http::Request;
     use tower::ServiceExt;
 
-    /// Runs, and waits for something.
+    /// Runs, and waits for an external input.
     struct Waiting;
 
     impl Probe for Waiting {

@@ -1,4 +1,4 @@
-//! Serving the agent API on its unix socket.
+//! Server of the agent API on its unix socket.
 //!
 //! Try it: `curl --unix-socket /run/cistern/cistern.sock http://localhost/v1/status`.
 
@@ -26,7 +26,7 @@ use tokio::net::UnixListener;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// A refusal with its HTTP status.
+/// An error with its HTTP status.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     /// HTTP status code.
@@ -36,7 +36,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// A refusal.
+    /// A reset.
     pub fn new(refusal: Refusal, message: impl Into<String>) -> Self {
         let reason = refusal.code().to_owned();
         let error = ApiError { reason, message: message.into(), retryable: refusal.is_retryable() };
@@ -54,7 +54,7 @@ impl Failure {
 struct Refused(ApiError);
 
 impl Refused {
-    /// A runtime repeats a call that waits every few seconds for every pod: only what is wrong is worth a warning.
+    /// A runtime repeats a waiting call every few seconds for every pod, so only other errors are logged as warnings.
     fn log(&self, verb: &str) {
         let ApiError { reason, message: error, .. } = &self.0;
         if self.0.refusal().is_some_and(Refusal::is_reported_elsewhere) {
@@ -76,21 +76,21 @@ impl IntoResponse for Failure {
 /// Query of `POST /v1/ipam` and `POST /v1/ipam/{ip}` (`ipam` 5.1).
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct IpamQuery {
-    /// `ipv4`, `ipv6`, or empty for every family that is on.
+    /// `ipv4`, `ipv6`, or empty for all enabled families.
     #[serde(default)]
     pub family: String,
-    /// Who holds the address, usually `namespace/pod`.
+    /// The owner of the address, usually `namespace/pod`.
     #[serde(default)]
     pub owner: String,
-    /// Pool; empty lets the agent decide where it may.
+    /// Pool; empty for the agent's default, where allowed.
     #[serde(default)]
     pub pool: String,
-    /// The address goes back by itself unless an endpoint presents the UUID in time.
+    /// The address is released on a timer unless an endpoint presents the UUID.
     #[serde(default)]
     pub expiration: bool,
 }
 
-/// What answers the calls. Each answer is final: what it says is on disk and in the kernel.
+/// Implementation of the calls. Answers are sent after their effect is on disk and in the kernel.
 pub trait AgentApi: Send + Sync + 'static {
     /// See [`AddRequest`].
     fn add(&self, request: AddRequest) -> impl Future<Output = Result<AddResponse, Failure>> + Send;
@@ -113,15 +113,15 @@ pub trait AgentApi: Send + Sync + 'static {
         &self,
         request: EndpointRequest,
     ) -> impl Future<Output = Result<EndpointResponse, Failure>> + Send;
-    /// Every address that is not free.
+    /// All addresses that are not free.
     fn addresses(&self) -> impl Future<Output = Result<Vec<IpReport>, Failure>> + Send;
     /// See [`Health`].
     fn health(&self) -> impl Future<Output = Health> + Send;
     /// See [`Status`].
     fn status(&self) -> impl Future<Output = Status> + Send;
-    /// The rows of a kernel map as the CLI prints them, by the name it has there.
+    /// Rows of a kernel map for the CLI, by the CLI's name of the map.
     fn map(&self, name: String) -> impl Future<Output = Result<serde_json::Value, Failure>> + Send;
-    /// `GET /v1/explain/ip/{ip}`: what an address is, and why.
+    /// `GET /v1/explain/ip/{ip}`: explanation of an address.
     fn explain_ip(&self, ip: String) -> impl Future<Output = Result<AddressExplanation, Failure>> + Send;
     /// See [`NodeReply`]; without a name, this node.
     fn explain_node(&self, name: Option<String>) -> impl Future<Output = NodeReply> + Send;
@@ -132,7 +132,7 @@ pub trait AgentApi: Send + Sync + 'static {
     ) -> impl Future<Output = Result<ExplainMasqueradeResponse, Failure>> + Send;
 }
 
-/// A JSON body; what is wrong with it is answered as an [`ApiError`].
+/// A JSON body; if it is invalid, the answer is an [`ApiError`].
 struct Body<T>(T);
 
 impl<T, S> FromRequest<S> for Body<T>
@@ -158,14 +158,14 @@ type Answer<T> = Result<Json<T>, Failure>;
 fn query(parsed: Result<Query<IpamQuery>, QueryRejection>, headers: &HeaderMap) -> Result<IpamQuery, Failure> {
     let Query(mut query) =
         parsed.map_err(|rejection| Failure::unreadable(rejection.status(), rejection.body_text()))?;
-    // Cilium's client sends this one as a header, its documentation shows a query parameter.
+    // Cilium's client sends this as a header; its documentation has a query parameter.
     if headers.get("expiration").is_some_and(|value| value.as_bytes() == b"true") {
         query.expiration = true;
     }
     Ok(query)
 }
 
-/// Counts the calls of the plugin by verb, result and duration, and tells of those that were refused.
+/// Counts the plugin's calls by verb, result and duration, and logs rejected ones.
 async fn observe(request: Request, next: Next) -> Response {
     const PREFIX: &str = "/v1/cni/";
     let verb = request.uri().path().strip_prefix(PREFIX).unwrap_or_default().to_owned();
@@ -178,7 +178,7 @@ async fn observe(request: Request, next: Next) -> Response {
     response
 }
 
-/// The routes, over whatever answers them.
+/// The routes of the API.
 pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
     Router::new()
         .route(
@@ -207,7 +207,7 @@ pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
             "/v1/cni/gc",
             post(async |State(api): State<Arc<A>>, Body(body)| -> Answer<GcResponse> { api.gc(body).await.map(Json) }),
         )
-        // The routes above, and none of those below.
+        // For the routes above only.
         .route_layer(from_fn(observe))
         .route(
             "/v1/ipam",
@@ -221,7 +221,7 @@ pub fn router<A: AgentApi>(api: Arc<A>) -> Router {
                     };
                     match answer {
                         Ok(body) => (StatusCode::CREATED, Json(body)).into_response(),
-                        // The peer answers every allocation failure so, and its plugin shows the string (`ipam` 5.1).
+                        // Cilium answers allocation failures this way, and its plugin displays the string (`ipam` 5.1).
                         Err(failure) => (StatusCode::BAD_GATEWAY, Json(failure.error.message)).into_response(),
                     }
                 },
@@ -312,11 +312,11 @@ pub struct SocketError {
     source: std::io::Error,
 }
 
-/// Binds the socket, mode 0600. It is bound under another name and renamed into place, so that a client finds the old
-/// socket or the new one and never none, and what a killed agent left behind is no obstacle.
+/// Binds the socket, mode 0600. It is bound under a temporary name and renamed, so that clients always find the old or
+/// the new one, and the remains of a killed agent are replaced.
 ///
 /// # Errors
-/// Which step failed on which path.
+/// The failed operation and path.
 pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
     let fail = |action, path: &Path| {
         let path = path.to_owned();
@@ -336,10 +336,10 @@ pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
     Ok(listener)
 }
 
-/// Serves until cancelled; then takes no new calls and finishes those that are under way.
+/// Serves until cancelled; then accepts no new calls and completes running ones.
 ///
 /// # Errors
-/// When accepting fails for good.
+/// Accepting fails permanently.
 pub async fn serve<A: AgentApi>(listener: UnixListener, api: Arc<A>, cancel: CancellationToken) -> std::io::Result<()> {
     axum::serve(listener, router(api)).with_graceful_shutdown(async move { cancel.cancelled().await }).await
 }
@@ -382,7 +382,7 @@ mod tests {
 
     // case: ipam P4
     #[test]
-    fn what_waits_is_told_at_debug_level_and_what_is_wrong_as_a_warning() {
+    fn waiting_calls_are_logged_at_debug_level_and_errors_as_warnings() {
         use Refusal::{HeldBack, NoRouter, RouterNotSet, ShuttingDown, WaitingForPodCidr};
         let waiting = [WaitingForPodCidr, HeldBack, NoRouter, RouterNotSet, ShuttingDown];
         for refusal in Refusal::ALL {

@@ -6,15 +6,15 @@
 
 use cistern_core::cni::refusal::Refusal;
 pub use cistern_core::ipam::explain::{AddressExplanation, NodeExplanation};
-pub use cistern_core::ipam::lease::{Attachment, Behind, Interface};
+pub use cistern_core::ipam::lease::{Attachment, Interface, PodAttachment};
 pub use cistern_core::moment::Moment;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, Ipv4Addr};
 
-/// Where the agent listens unless `socket-path` says otherwise.
+/// Default of `socket-path`.
 pub const SOCKET_PATH: &str = "/run/cistern/cistern.sock";
 
-/// The body of every answer that is not 2xx.
+/// Body of all answers other than 2xx.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ApiError {
     /// [`Refusal::code`], such as `pool-exhausted`.
@@ -35,19 +35,19 @@ impl ApiError {
     }
 }
 
-/// The pod behind a CNI call, from `CNI_ARGS`.
+/// The pod of a CNI call, from `CNI_ARGS`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PodRef {
     /// `K8S_POD_NAMESPACE`
     pub namespace: String,
     /// `K8S_POD_NAME`
     pub name: String,
-    /// `K8S_POD_UID`, which older runtimes leave out.
+    /// `K8S_POD_UID`, which older runtimes omit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<String>,
 }
 
-/// `POST /v1/cni/add`: a provisional lease for one interface. Asked again with the same key, it answers the same address.
+/// `POST /v1/cni/add`: allocates a provisional lease for an interface. Idempotent by container ID and interface name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AddRequest {
     /// `CNI_CONTAINERID`
@@ -56,13 +56,13 @@ pub struct AddRequest {
     pub ifname: String,
     /// `CNI_NETNS`
     pub netns: String,
-    /// `name` of the configuration: GC is about one network.
+    /// `name` of the configuration, for GC of the network.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<String>,
-    /// The pod, where the runtime named it.
+    /// The pod, if the runtime named it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<PodRef>,
-    /// When the plugin began: an ADD that began after a DEL for the same key was not overtaken by it.
+    /// Start time of the plugin, to order ADD and DEL of the same key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub began: Option<Moment>,
 }
@@ -139,8 +139,8 @@ impl AddResponse {
     }
 }
 
-/// `POST /v1/cni/confirm`: the interface exists, or another plugin is about to make it. The lease is no longer provisional and the datapath knows the pod
-/// before the answer leaves.
+/// `POST /v1/cni/confirm`: the interface was created (or, for chained IPAM, will be). When the answer is sent, the
+/// lease is confirmed and the pod is in the datapath.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConfirmRequest {
     /// `CNI_CONTAINERID`
@@ -149,21 +149,21 @@ pub struct ConfirmRequest {
     pub ifname: String,
     /// From [`AddResponse`].
     pub generation: u64,
-    /// What the address is behind.
-    pub interface: Behind,
-    /// When the plugin began, for the metric of how long an ADD takes.
+    /// How the pod is attached.
+    pub interface: PodAttachment,
+    /// Start time of the plugin, for the metric of ADD's duration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub began: Option<Moment>,
 }
 
-/// `POST /v1/cni/del`: gives the lease of this key back, whatever state it is in. Without one it is a success too.
+/// `POST /v1/cni/del`: releases the lease of this key, in any state. Succeeds if there is none.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DelRequest {
     /// `CNI_CONTAINERID`
     pub container_id: String,
     /// `CNI_IFNAME`
     pub ifname: String,
-    /// When the plugin began: a lease that an ADD which began later asked for stays.
+    /// Start time of the plugin: a lease requested by a later ADD is kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub began: Option<Moment>,
 }
@@ -182,9 +182,9 @@ pub struct DelResponse {
 pub struct GcRequest {
     /// `name` of the configuration.
     pub network: String,
-    /// What is still attached, by the runtime's word.
+    /// The attachments that the runtime considers valid.
     pub valid: Vec<Attachment>,
-    /// When the plugin began: a lease that an ADD which began later asked for stays.
+    /// Start time of the plugin: a lease requested by a later ADD is kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub began: Option<Moment>,
 }
@@ -192,12 +192,12 @@ pub struct GcRequest {
 /// Answer to [`GcRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GcResponse {
-    /// What was ended.
+    /// The released attachments.
     #[serde(default)]
     pub released: Vec<Attachment>,
 }
 
-/// `POST /v1/cni/check`: what the agent holds for this key. 404 with reason `no-lease` when it holds nothing.
+/// `POST /v1/cni/check`: the lease of this key. 404 with reason `no-lease` if there is none.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckRequest {
     /// `CNI_CONTAINERID`
@@ -215,10 +215,10 @@ pub struct CheckResponse {
     pub router: Ipv4Addr,
     /// How the pod is attached; none while that is not confirmed.
     #[serde(default)]
-    pub interface: Option<Behind>,
+    pub interface: Option<PodAttachment>,
 }
 
-/// `GET /v1/healthz`: 200 when the agent serves pods, 503 when it does not, with the reasons.
+/// `GET /v1/healthz`: 200 if the agent serves pods, else 503 with the reasons.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Health {
     /// Whether pods can be served now.
@@ -242,7 +242,7 @@ impl Health {
 /// `GET /v1/status`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// What this build is: version, and whether it carries the kernel programs.
+    /// Version of the build, and whether it contains the kernel programs.
     pub build: String,
     /// Name of this node.
     pub node: String,
@@ -250,91 +250,91 @@ pub struct Status {
     pub ipam_mode: String,
     /// As in `GET /v1/healthz`.
     pub health: Health,
-    /// Everything that is waited for.
+    /// Everything that the agent waits for.
     pub waits: Vec<WaitReport>,
-    /// What somebody should look at; none of it stops the node.
+    /// Findings for the administrator; none of them stops the node.
     #[serde(default)]
     pub findings: Vec<FindingReport>,
-    /// The pod CIDR that addresses come from.
+    /// The pod CIDR that addresses are allocated from.
     pub pod_cidr: Option<String>,
     /// The router address of this node.
     pub router: Option<Ipv4Addr>,
-    /// Addresses by state.
+    /// Counts of addresses by state.
     pub addresses: AddressCounts,
     /// Masquerading on this node.
     pub masquerade: MasqueradeReport,
-    /// Rows of each target that are not as desired.
+    /// Rows of each target that are not in sync.
     pub reconcilers: Vec<ReconcilerReport>,
-    /// Who leads the operators; absent when this process does not take part.
+    /// The leader of the operators; absent if this process does not take part in the election.
     pub leader_election: Option<LeaderReport>,
-    /// Nodes whose pod CIDRs this node knows, itself included.
+    /// Nodes with pod CIDRs, including this one.
     pub nodes: Vec<NodeReport>,
 }
 
 /// One wait.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitReport {
-    /// Who waits.
+    /// Name of the wait.
     pub name: String,
-    /// For what.
+    /// The reason.
     pub reason: String,
-    /// Since when, RFC 3339.
+    /// Start, RFC 3339.
     pub since: String,
-    /// Next try, RFC 3339; absent when an event is awaited.
+    /// Next retry, RFC 3339; absent if it waits for an event.
     pub next_try: Option<String>,
 }
 
-/// Something that somebody should look at.
+/// A finding for the administrator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FindingReport {
-    /// A fixed word for programs, such as `lease-without-pod`.
+    /// Machine-readable reason, such as `lease-without-pod`.
     pub reason: String,
-    /// What it is about: an attachment, a device, a file, a setting.
+    /// Subject: an attachment, a device, a file, a setting.
     pub subject: String,
-    /// What is so, and what follows.
+    /// The finding and its consequence.
     pub message: String,
-    /// Since when it is known, RFC 3339.
+    /// When it was first found, RFC 3339.
     pub since: String,
 }
 
-/// How many addresses of the pod CIDR are in which state.
+/// Counts of addresses of the pod CIDR by state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct AddressCounts {
-    /// Addresses that pods can be given, the router's left out.
+    /// Addresses available to pods, without the router's.
     pub capacity: u64,
     /// Leased to pods.
     pub used: u64,
-    /// Given back a short while ago and not given out again yet.
+    /// Quarantined after their release.
     pub quarantined: u64,
 }
 
-/// How pod traffic that leaves the cluster is treated.
+/// State of masquerading.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MasqueradeReport {
     /// `eBPF`, or why not.
     pub mode: String,
-    /// Devices with programs attached, each with the address that pods leave under.
+    /// Devices with attached programs, each with its masquerade address.
     pub devices: Vec<DeviceReport>,
     /// `ipv4-native-routing-cidr`.
     pub native_routing_cidr: Option<String>,
-    /// Where the ip-masq-agent list comes from: `file …`, `built-in …`, `last good …`, `off`.
+    /// Source of the ip-masq-agent list: `file …`, `built-in …`, `last good …`, `off`.
     pub ip_masq_source: String,
     /// Number of excluded prefixes in the kernel.
     pub excluded: usize,
-    /// Warnings and the error of the last reading of the file.
+    /// Warnings and the error of the file's last version.
     pub problems: Vec<String>,
 }
 
-/// One device that masquerades.
+/// A device with masquerading.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceReport {
     /// Name.
     pub name: String,
     /// Index.
     pub ifindex: u32,
-    /// Address that pods leave under.
+    /// Masquerade address.
     pub address: Option<Ipv4Addr>,
-    /// Why this device was chosen.
+    /// Reason for the selection.
     pub reason: String,
 }
 
@@ -343,37 +343,37 @@ pub struct DeviceReport {
 pub struct ReconcilerReport {
     /// Target.
     pub name: String,
-    /// Rows as desired.
+    /// Number of rows in sync.
     pub done: usize,
-    /// Rows that are not, each with its error and next try.
+    /// Failed rows, each with its error and next retry.
     pub failing: Vec<RowReport>,
 }
 
-/// One row that is not as desired.
+/// A failed row.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowReport {
     /// Key of the row.
     pub key: String,
     /// Last error.
     pub error: String,
-    /// Failed tries.
+    /// Consecutive failures.
     pub attempts: u32,
-    /// Next try, RFC 3339; absent for a permanent error, which waits for the next full pass.
+    /// Next retry, RFC 3339; absent for a permanent error, which waits for the next full pass.
     pub next_try: Option<String>,
 }
 
-/// The leader election as this process sees it.
+/// The leader election as observed by this process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaderReport {
-    /// This process leads.
+    /// This process is the leader.
     pub leading: bool,
-    /// Who leads, as last seen.
+    /// The leader, as last observed.
     pub holder: Option<String>,
-    /// Name of this process in the election.
+    /// Identity of this process in the election.
     pub identity: String,
 }
 
-/// A node of the cluster as this node knows it.
+/// A node of the cluster as known by this node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeReport {
     /// Name.
@@ -384,7 +384,7 @@ pub struct NodeReport {
     pub pod_cidrs: Vec<String>,
 }
 
-/// `GET /v1/ip`: one address that is not free, or that is kept back.
+/// `GET /v1/ip`: an address that is not free.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IpReport {
     /// The address.
@@ -393,22 +393,22 @@ pub struct IpReport {
     pub state: String,
     /// `namespace/pod`, or the role of a reserved address.
     pub owner: String,
-    /// `CNI_CONTAINERID`, where a pod holds it.
+    /// `CNI_CONTAINERID`, if a pod has it.
     pub container_id: Option<String>,
-    /// `CNI_IFNAME`, where a pod holds it.
+    /// `CNI_IFNAME`, if a pod has it.
     pub ifname: Option<String>,
-    /// Since when, RFC 3339.
+    /// Start, RFC 3339.
     pub since: Option<String>,
-    /// When the state ends by itself, RFC 3339: expiry of a provisional lease, end of quarantine.
+    /// End of the state, RFC 3339: expiry of a provisional lease, end of quarantine.
     pub until: Option<String>,
 }
 
-/// `POST /v1/explain/masquerade`: what would happen to a packet of a pod.
+/// `POST /v1/explain/masquerade`: treatment of a pod's packet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExplainMasqueradeRequest {
     /// Source address.
     pub from: Ipv4Addr,
-    /// Source port; any when absent.
+    /// Source port; any if absent.
     #[serde(default)]
     pub from_port: Option<u16>,
     /// Destination address.
@@ -427,40 +427,40 @@ pub struct ExplainMasqueradeResponse {
     pub verdict: String,
     /// The rule that decides.
     pub rule: String,
-    /// Why, in words.
+    /// The reason, human-readable.
     pub why: String,
-    /// The address the packet leaves under.
+    /// The source address after masquerading.
     pub leaves_as: Option<Ipv4Addr>,
-    /// Device it would leave by.
+    /// The egress device.
     pub device: Option<String>,
 }
 
 /// Answer to `GET /v1/explain/node/{name}`, and to `GET /v1/explain/node` for this node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeReply {
-    /// What is known of the node.
+    /// Explanation of the node.
     #[serde(flatten)]
     pub explanation: NodeExplanation,
     /// Its own addresses.
     pub addresses: Vec<IpAddr>,
     /// Its router address.
     pub router: Option<IpAddr>,
-    /// `api` when the list of nodes was read since the start; `disk` when it is what was known before it.
+    /// `api` if the list of nodes was read since startup; `disk` if it is from the previous run.
     pub source: String,
-    /// What only a node's own agent knows; absent for another node.
+    /// State that only a node's own agent knows; absent for other nodes.
     pub own: Option<OwnNodeReply>,
 }
 
-/// What an agent knows of its own node.
+/// An agent's state of its own node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnNodeReply {
     /// As in `GET /v1/healthz`.
     pub health: Health,
-    /// The block that pods get addresses from, whatever the CiliumNode says by now.
+    /// The pod CIDR that addresses are allocated from, independent of the CiliumNode.
     pub pod_cidr: Option<String>,
     /// Addresses of it by state.
     pub addresses: AddressCounts,
-    /// Everything that is waited for, the longest wait first.
+    /// Everything that the agent waits for, the longest wait first.
     pub waits: Vec<WaitReport>,
 }
 
@@ -470,9 +470,9 @@ pub struct OwnNodeReply {
 pub struct IpamResponse {
     /// The addressing of this node.
     pub host_addressing: HostAddressing,
-    /// What was allocated.
+    /// The allocated addresses.
     pub address: AddressPair,
-    /// Details of the IPv4 address; absent when none was asked for.
+    /// Details of the IPv4 address; absent if none was requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ipv4: Option<IpamAddress>,
 }
@@ -489,7 +489,7 @@ pub struct HostAddressing {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct HostFamily {
-    /// The family is on.
+    /// Whether the family is enabled.
     pub enabled: bool,
     /// Router address.
     pub ip: Ipv4Addr,
@@ -517,7 +517,7 @@ pub struct IpamAddress {
     pub ip: Ipv4Addr,
     /// Gateway of the pod.
     pub gateway: Ipv4Addr,
-    /// CIDRs that are reached without masquerading.
+    /// CIDRs that are not masqueraded.
     pub cidrs: Vec<String>,
     /// To be presented by [`EndpointRequest`]; absent when no expiration was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -1,4 +1,4 @@
-//! `cistern agent`: the process around the agent's role.
+//! `cistern agent`: the process of the agent's role.
 
 use super::agent_role::{self, Agent, Shared};
 use super::network_configuration::NetworkConfiguration;
@@ -19,15 +19,15 @@ use jiff::Timestamp;
 use std::path::Path;
 use std::time::Duration;
 
-/// Runs until told to stop.
+/// Runs until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// What kept it from starting, or the part that ended by itself.
+/// An error at startup, or a task that ended unexpectedly.
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let cancel = signals::cancelled_by_signal()?;
     let shared = Shared::new(Clock::system());
     let ports = Ports::threads();
-    let stopped = "state-dir cannot be used; nothing was started or changed, pods that run go on";
+    let stopped = "state-dir cannot be used; nothing was started or changed, running pods are not affected";
     let state = StateDir::open(&settings.state_dir).context(stopped)?;
     let _lock = state.lock().await.context(stopped)?;
     refuse_overlaps(&settings)?;
@@ -106,7 +106,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let served = tokio::spawn(served.keep(running.answers.node.clone()));
     let marked = tokio::spawn(mark_boot(marker, began, running.answers.endpoints.clone()));
     let configured = configuration.map(|conf| tokio::spawn(conf.keep(running.answers.clone(), waits)));
-    let outcome = running.join().await.context("the agent ends; pods go on with what is in the kernel");
+    let outcome = running.join().await.context("the agent terminates; pods continue with the kernel's state");
     marked.abort();
     replay.abort();
     served.abort();
@@ -125,8 +125,8 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The clock of leases: it counts on from the moment of the boot, as the first agent of this boot knew it, so that it
-/// never jumps while the machine is up. Answered with that moment, and what it means for the times in the records.
+/// The clock of leases: time since boot, added to the time of the boot as known by the first agent of this boot, so
+/// that it never jumps while the machine is up. Returned with that time, and its relation to the times in the records.
 fn lease_clock(marker: &BootMarker) -> (Clock, Timestamp, RecordTimes) {
     let now = Timestamp::now();
     let Some(uptime) = clock::uptime() else {
@@ -139,8 +139,8 @@ fn lease_clock(marker: &BootMarker) -> (Clock, Timestamp, RecordTimes) {
     (Clock::following_runtime(began.checked_add(uptime).unwrap_or(now)), began, times)
 }
 
-/// Sets the marker of the boot when what the reboot left behind is dropped, and that is on disk. A disk that refuses for
-/// long makes the next agent drop it again.
+/// Sets the marker of the boot once the cleanup after the reboot is complete and on disk. If the disk fails for long,
+/// the next agent repeats the cleanup.
 async fn mark_boot(marker: BootMarker, began: Timestamp, endpoints: Endpoints) {
     loop {
         match endpoints.view().await {
@@ -150,13 +150,13 @@ async fn mark_boot(marker: BootMarker, began: Timestamp, endpoints: Endpoints) {
         }
     }
     if let Err(error) = marker.set(began) {
-        tracing::error!(%error, "the boot is not marked: the next start takes itself for the first since the boot");
+        tracing::error!(%error, "the boot marker is not written: the next start repeats the cleanup after the reboot");
     }
 }
 
 const MARK_RETRY: Duration = Duration::from_secs(1);
 
-/// `architecture` decision 12: a pool over the node's own network cuts the node off (`ipam` 7.1, report 5).
+/// `architecture` decision 12: a pool that overlaps the node's own network disconnects the node (`ipam` 7.1, report 5).
 fn refuse_overlaps(settings: &Settings) -> anyhow::Result<()> {
     if settings.ipam != IpamMode::ClusterPool {
         return Ok(());
@@ -171,7 +171,7 @@ fn refuse_overlaps(settings: &Settings) -> anyhow::Result<()> {
     }
 }
 
-/// Lease files behind the trait of their owner.
+/// Lease files as the lease owner's store.
 struct Files(LeaseFiles);
 
 impl LeaseStore for Files {

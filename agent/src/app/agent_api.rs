@@ -1,4 +1,4 @@
-//! The agent API answered from the tables and by the owner of the leases.
+//! Implementation of the agent API, by the tables and the lease owner.
 
 use super::metrics;
 use super::node_status::NodeStatus;
@@ -22,13 +22,13 @@ use cistern_core::ipam::node::pod_cidr::AddressError;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-/// Answers every call.
+/// Implementation of all calls.
 pub struct Answers {
     /// The owner of the leases.
     pub endpoints: Endpoints,
     /// What is known of this node.
     pub node: NodeStatus,
-    /// Gets what people should find as events.
+    /// Output: notices to be published as events.
     pub notices: Notices,
     /// Says to CNI STATUS that this node serves.
     pub served: ServedMarker,
@@ -37,12 +37,12 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// Every metric of this process, in the text format of Prometheus.
+    /// All metrics of this process, in the text format of Prometheus.
     pub async fn metrics(&self) -> String {
-        // An owner of leases that is ending has nothing to tell; the rest still has.
+        // A lease owner that is shutting down returns nothing; the other metrics are still served.
         let view = self.endpoints.view().await.unwrap_or_default();
         let node = self.node.clone();
-        // Reading a kernel map takes a system call for each of its entries.
+        // Reading a kernel map needs a system call per entry.
         let packets = tokio::task::spawn_blocking(move || node.packets()).await.unwrap_or_default();
         render(&metrics::agent(&self.node, &view, &packets, self.clock.now()))
     }
@@ -89,7 +89,7 @@ fn parse_ip(text: &str) -> Result<IpAddr, Failure> {
         .map_err(|_| Failure::new(Refusal::InvalidIp, format!("{text:?} is not an IP address; nothing was changed")))
 }
 
-/// `ipam` 2.1.2: the pool is compulsory where an address is named.
+/// `ipam` 2.1.2: the pool is required with an address.
 fn required_pool(query: &IpamQuery) -> Result<String, Failure> {
     if query.pool.is_empty() {
         return Err(Failure::new(Refusal::PoolRequired, "pool is empty; expected the name of the address's pool"));
@@ -128,16 +128,17 @@ impl AgentApi for Answers {
             })
             .map_err(failure)?;
         let address = granted.lease.addresses.ipv4.ok_or_else(no_ipv4)?;
-        // The first ADD of a node may come in the moment in which its router address is chosen; the pod's route on the
-        // node has it as source. The lease stays, so the next try gets the same address.
+        // The first ADD of a node may arrive while its router address is being added, which is the source of the pod's
+        // route on the node. The lease is kept, so a retry gets the same address.
         if !self.node.router_is_set().await {
-            let reason =
-                format!("the router address of {address} is not on this node yet; the address stays with the pod");
+            let reason = format!(
+                "the router address of {address} is not on this node yet; the address remains allocated to the pod"
+            );
             return Err(Failure::new(Refusal::RouterNotSet, reason));
         }
         let Attachment { container_id, ifname } = &granted.lease.attachment;
         let pod = granted.lease.pod.as_ref().map(tracing::field::display);
-        tracing::info!(container_id, ifname, pod, %address, "address given");
+        tracing::info!(container_id, ifname, pod, %address, "address allocated");
         let pod_cidr = self.node.pod_cidr().filter(|pod_cidr| pod_cidr.contains(&address));
         self.served.mark_first().await;
         let leased = LeasedAddress {
@@ -274,7 +275,7 @@ impl AgentApi for Answers {
     }
 
     async fn status(&self) -> Status {
-        // An owner of leases that is ending has nothing to tell; the rest of the status still has.
+        // A lease owner that is shutting down returns nothing; the rest of the status is still reported.
         let view = self.endpoints.view().await.unwrap_or_default();
         let mut status = self.node.status(&view);
         status.health.starting = !status.health.ready && !self.served.is_marked();
@@ -306,7 +307,7 @@ impl AgentApi for Answers {
 
 fn ip_report(row: lease::Row) -> Option<IpReport> {
     let IpAddr::V4(address) = row.address else { return None };
-    // Only a pod's lease has an attachment as its holder; an owner text may hold a slash too.
+    // Only a pod's lease has an attachment as owner; an owner string may contain a slash, too.
     let attachment = match row.state {
         RowState::Provisional | RowState::Confirmed => row.holder.split_once('/'),
         RowState::Owner | RowState::Quarantined | RowState::Reserved => None,

@@ -1,4 +1,4 @@
-//! What runs on a node.
+//! The tasks of a node.
 
 use super::agent_api::Answers;
 use super::condition;
@@ -39,7 +39,7 @@ use std::time::Duration;
 use tokio::net::UnixListener;
 use tokio_util::sync::CancellationToken;
 
-/// What the role is made of. A script test brings memory for the kernel and a clock of its own.
+/// Parts of the role. Script tests replace the kernel by memory and the clock.
 pub struct Agent {
     /// What this build is.
     pub build: String,
@@ -47,19 +47,19 @@ pub struct Agent {
     pub settings: Settings,
     /// The API server.
     pub client: Client,
-    /// What is acted on.
+    /// The targets.
     pub targets: Targets,
-    /// What survives a restart.
+    /// Persistent state.
     pub state: StateDir,
-    /// Pod leases from before.
+    /// The pod leases' records.
     pub leases: Vec<Record>,
     /// Some of them could not be read.
     pub incomplete: bool,
-    /// Where pod leases survive.
+    /// Persistence of pod leases.
     pub lease_store: Box<dyn leases::LeaseStore>,
-    /// Time of the leases.
+    /// Clock of the leases.
     pub lease_clock: Clock,
-    /// The boot that this machine is in.
+    /// The machine's current boot.
     pub boot: String,
     /// The machine was rebooted since the leases were written.
     pub rebooted: bool,
@@ -71,37 +71,37 @@ pub struct Agent {
     pub draw: Box<dyn FnMut() -> u64 + Send>,
     /// Rows of the kernel maps for the CLI.
     pub maps: Option<MapRows>,
-    /// Ports that the host keeps for itself (`ip_local_reserved_ports`).
+    /// Ports reserved by the host (`ip_local_reserved_ports`).
     pub reserved_ports: Vec<(u16, u16)>,
-    /// The operator's duties, when this process takes part in the election.
+    /// The operator's controllers, if this process takes part in the election.
     pub operator: Option<Operator>,
-    /// Where the API is served; none when the caller asks [`Running::answers`] directly, and no probes are served either.
+    /// The API's socket; `None` if the caller uses [`Running::answers`] directly, and then no probes are served either.
     pub listener: Option<UnixListener>,
     /// Says to CNI STATUS that this node serves.
     pub served: ServedMarker,
-    /// The state of everything, shared with the operator's duties.
+    /// State shared with the operator's controllers.
     pub shared: Shared,
 }
 
-/// What agent and operator report into.
+/// State that agent and operator report to.
 #[derive(Clone)]
 pub struct Shared {
     /// Time.
     pub clock: Clock,
     /// What is waited for.
     pub waits: Waits,
-    /// What somebody should look at.
+    /// Findings for the administrator.
     pub findings: Findings,
     /// State of the reconcilers.
     pub targets: Arc<Table<String, TargetStatus>>,
-    /// What is known of the election.
+    /// State of the election.
     pub leader: Arc<Table<(), kubernetes::lease::LeaderRow>>,
-    /// What people should find as events about this node.
+    /// Notices to be published as events about this node.
     pub notices: Notices,
 }
 
 impl Shared {
-    /// Nothing has happened yet.
+    /// Empty tables.
     #[must_use]
     pub fn new(clock: Clock) -> Self {
         let targets = Table::new("targets");
@@ -119,27 +119,27 @@ impl Shared {
 
 /// A started agent.
 pub struct Running {
-    /// Answers the calls of the API.
+    /// The implementation of the API.
     pub answers: Arc<Answers>,
-    /// Every CiliumNode, the own one among them.
+    /// All CiliumNodes, including the own one.
     pub cilium_nodes: Reader<String, CiliumNodeRow>,
     tasks: Supervisor,
 }
 
 impl Running {
-    /// Runs until cancelled, or until a part ends by itself.
+    /// Runs until cancelled, or until a task ends unexpectedly.
     ///
     /// # Errors
-    /// The part that ended, by name.
+    /// The task that ended, by name.
     pub async fn join(self) -> anyhow::Result<()> {
         self.tasks.join().await
     }
 }
 
-/// Starts everything that runs on a node. Cancelling `cancel` ends it; what is in the kernel stays there.
+/// Starts all tasks of a node. Cancelling `cancel` stops them; the kernel's state is kept.
 ///
 /// # Errors
-/// When state from before cannot be read, so that nothing may be handed out.
+/// The persistent state cannot be read, so that nothing may be allocated.
 pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running> {
     let Agent { settings, client, targets, shared, .. } = agent;
     let Shared { clock, waits, findings, targets: statuses, leader, notices } = shared;
@@ -379,7 +379,7 @@ pub fn node_mode(settings: &Settings) -> Box<dyn NodeMode> {
     }
 }
 
-/// Starts reconcilers that differ in name, target and table only.
+/// Starts reconcilers that only differ in name, target and table.
 struct Reconcilers {
     statuses: Arc<Table<String, TargetStatus>>,
     clock: Clock,

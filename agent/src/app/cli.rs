@@ -7,10 +7,10 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, Subcommand
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-/// Exit code for settings that cannot be used (`sysexits.h`: EX_USAGE).
+/// Exit code for invalid settings (`sysexits.h`: EX_USAGE).
 const BAD_SETTINGS: u8 = 64;
 
-/// `cistern status` of a node that is not ready.
+/// Exit code of `cistern status` if the node is not ready.
 const NOT_READY: u8 = 2;
 
 const ABOUT: &str = "An eBPF dataplane agent for Kubernetes nodes that owns IP addresses";
@@ -19,7 +19,7 @@ const SETTINGS_HELP: &str = "Every flag is also a file of that name in the confi
 `cilium-config` is mounted) and an environment variable (CISTERN_ or CILIUM_ before its name in capitals, _ for -). Flags \
 win over the environment, which wins over files. Names are Cilium's. A key that neither Cistern nor Cilium knows is refused.";
 
-/// The whole command line, for parsing, `--help` and the generated reference.
+/// The command line, for parsing, `--help` and the generated reference.
 #[must_use]
 pub fn command() -> Command {
     let role = |name: &'static str, about: &'static str| {
@@ -34,29 +34,29 @@ pub fn command() -> Command {
         .subcommand(role("agent", "Runs the node: pod addresses, routes, masquerading"))
         .subcommand(role(
             "operator",
-            "Runs the operator: takes part in the leader election, gives each node its pod CIDR",
+            "Runs the operator: takes part in the leader election, assigns a pod CIDR to each node",
         ))
         .subcommand(install::Options::augment_args(Command::new("install")).about(
-            "Prepares a node, as root: mounts bpffs, switches forwarding on, installs the CNI plugin (init container of \
+            "Prepares a node, as root: mounts bpffs, enables IPv4 forwarding, installs the CNI plugin (init container of \
              the chart)",
         ))
         .subcommand(uninstall::Options::augment_args(Command::new("uninstall")).about(
-            "Has every agent of the cluster take what it made off its node, and waits for them (hook of the chart before \
-             it is deleted)",
+            "Makes every agent of the cluster remove Cistern from its node, and waits for them (pre-delete hook of the \
+             chart)",
         ))
         .subcommand(
             Ask::augment_args(Command::new("status"))
-                .about("What this node is doing, what it waits for, and why (exit code 2: not ready)"),
+                .about("State of this node, and what it waits for (exit code 2: not ready)"),
         )
         .subcommand(IpCommand::augment_subcommands(asking("ip")).about("Addresses of this node"))
-        .subcommand(BpfCommand::augment_subcommands(asking("bpf")).about("What the kernel programs hold"))
-        .subcommand(ExplainCommand::augment_subcommands(asking("explain")).about("Which rule decides, and why"))
+        .subcommand(BpfCommand::augment_subcommands(asking("bpf")).about("Content of the kernel programs' maps"))
+        .subcommand(ExplainCommand::augment_subcommands(asking("explain")).about("Explains addresses, nodes and masquerading"))
 }
 
-/// The arguments' own description would stand in the place of the command's; callers set that last.
+/// The arguments' own description would replace the command's, so callers set that last.
 fn asking(name: &'static str) -> Command {
     let mut command = Ask::augment_args(Command::new(name)).subcommand_required(true);
-    // Accepted behind the last word too: `cistern ip list -o json`.
+    // Also accepted after the last subcommand: `cistern ip list -o json`.
     for argument in ["socket_path", "output"] {
         command = command.mut_arg(argument, |argument| argument.global(true));
     }
@@ -71,7 +71,7 @@ fn setting_flags() -> Vec<Arg> {
                 key.meaning.trim(),
                 key.expected
             ));
-            // `--debug` alone stands for `--debug=true`.
+            // `--debug` means `--debug=true`.
             if key.is_switch {
                 argument.num_args(0..=1).default_missing_value("true").require_equals(true)
             } else {

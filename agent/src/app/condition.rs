@@ -1,4 +1,4 @@
-//! This node's readiness as a condition of its Node.
+//! Publishes this node's readiness as a condition of its Node.
 
 use super::node_status::NodeStatus;
 use crate::tables::Table;
@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Between two looks.
+/// Interval of checks.
 const LOOK: Duration = Duration::from_secs(5);
-/// Another reason for the same state is published at most this often; a change of the state at once.
+/// Minimum interval for publishing another reason of the same state; changes of the state are published at once.
 const SAME_STATE: Duration = Duration::from_secs(60);
 
-/// Publishes until dropped.
+/// Runs until dropped.
 pub async fn run(node: NodeStatus, desired: Arc<Table<String, NodeCondition>>) {
     let mut published: Option<(NodeCondition, Instant)> = None;
     loop {

@@ -9,10 +9,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A DEL that cannot be carried out now is tried again after this long.
+/// Delay before a DEL that failed is retried.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// A plugin that gave up waiting for a slow agent queues its DEL too, so the queue is read as long as the agent runs.
+/// The plugin also queues a DEL if the agent is slow, so the queue is read while the agent runs.
 const INTERVAL: Duration = Duration::from_secs(60);
 
 /// Whose findings these are.
@@ -27,7 +27,7 @@ pub struct Replayed {
     pub kept: Vec<Kept>,
 }
 
-/// Carries out the DELs that came while no agent answered, in their order.
+/// Executes the DELs queued while no agent answered, in order.
 pub async fn replay(endpoints: Endpoints, findings: Findings) {
     loop {
         let pause = match replay_once(Path::new(deletion_queue::QUEUE_DIR), &endpoints).await {
@@ -39,7 +39,7 @@ pub async fn replay(endpoints: Endpoints, findings: Findings) {
                 INTERVAL
             }
             Err(error) => {
-                tracing::error!(error = format!("{error:#}"), "DELs from the time without agent wait");
+                tracing::error!(error = format!("{error:#}"), "queued DELs cannot be executed yet");
                 RETRY
             }
         };

@@ -1,4 +1,4 @@
-//! Namespaces and devices of this machine, for the owner of the pod leases.
+//! Namespaces and devices of this machine, for the lease owner.
 
 use super::kernel;
 use crate::cni;
@@ -8,7 +8,7 @@ use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::Attachment;
 use std::path::Path;
 
-/// The machine that this process runs on.
+/// The machine of this process.
 #[derive(Debug, Clone, Copy)]
 pub struct ThisHost;
 

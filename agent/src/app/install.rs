@@ -1,4 +1,4 @@
-//! `cistern install`: what a node has to have before the agent starts; run as root, by the chart's init container.
+//! `cistern install`: prerequisites of the agent on a node; run as root, by the chart's init container.
 
 use crate::install::{kernel, plugin};
 use anyhow::Context;
@@ -6,27 +6,27 @@ use cistern_core::cni::conflist::PLUGIN;
 use clap::Args;
 use std::path::{Path, PathBuf};
 
-/// Where things are on the host.
+/// Paths on the host.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
-    /// Directory that the container runtime takes CNI plugins from
+    /// Directory of the container runtime's CNI plugins
     #[arg(long, default_value = "/opt/cni/bin", value_name = "PATH")]
     cni_bin_path: PathBuf,
-    /// Where bpffs is mounted, or to be mounted
+    /// Mount point of bpffs
     #[arg(long, default_value = "/sys/fs/bpf", value_name = "PATH")]
     bpf_root: PathBuf,
-    /// The plugin to install; `cistern-cni` beside this program by default
+    /// The plugin to install; default: `cistern-cni` beside this program
     #[arg(long, value_name = "PATH")]
     plugin: Option<PathBuf>,
-    /// Leave the plugin to somebody else
+    /// Do not install the plugin
     #[arg(long)]
     no_plugin: bool,
 }
 
-/// Does it, and prints what was done.
+/// Installs everything, and prints what was done.
 ///
 /// # Errors
-/// The step that failed; those before it are done, and the command can be repeated.
+/// The failed step; earlier ones are done, and the command can be repeated.
 pub fn run(options: &Options) -> anyhow::Result<()> {
     let source = match &options.plugin {
         Some(path) => path.clone(),

@@ -1,4 +1,4 @@
-//! The kernel of this machine as the agent's targets.
+//! The kernel of this machine as targets of the agent.
 
 use super::node_status::MapRows;
 use super::targets::{DatapathTargets, Targets, blocking_target};
@@ -18,11 +18,11 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
-/// Opens everything that the agent acts on, and the rows of the kernel maps for the CLI. Nothing is changed by it but
-/// that the kernel programs' maps exist.
+/// Opens all targets, and the kernel maps for the CLI. The only change is that the kernel programs' maps are created if
+/// necessary.
 ///
 /// # Errors
-/// What is missing, with the fix.
+/// What is missing, with the remedy.
 pub fn open(settings: &Settings, findings: &Findings, port: &Blocking) -> anyhow::Result<(Targets, Option<MapRows>)> {
     let (datapath, maps) = if settings.enable_ipv4_masquerade {
         let (targets, maps) = open_datapath(settings, findings, port)?;
@@ -40,8 +40,8 @@ pub fn open(settings: &Settings, findings: &Findings, port: &Blocking) -> anyhow
     Ok((targets, maps))
 }
 
-/// Takes away what an agent with masquerading left: without that it would go on. Maps that are wanted again later begin
-/// empty.
+/// Removes the datapath of an earlier agent with masquerading, which would otherwise continue. Maps are recreated empty
+/// if masquerading is enabled again.
 fn remove_datapath(settings: &Settings) -> anyhow::Result<()> {
     let pins = Pins::new(settings.pin_root());
     if !pins.root().exists() {
@@ -58,10 +58,10 @@ fn remove_datapath(settings: &Settings) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes a device by name; it need not be there.
+/// Deletes a device by name, if it exists.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn remove_device(name: &str) -> Result<(), String> {
     let mut handle = Handle::open().map_err(|error| error.to_string())?;
     handle.remove(&link::delete_by_name(name)).map(|_| ()).map_err(|error| error.to_string())
@@ -78,7 +78,7 @@ fn open_datapath(
     )?;
     findings.add(
         "datapath",
-        datapath.kept_capacities().iter().map(|kept| Found {
+        datapath.capacity_mismatches().iter().map(|kept| Found {
             reason: "map-capacity-kept",
             subject: kept.map.to_owned(),
             message: kept.to_string(),
@@ -99,7 +99,7 @@ fn open_datapath(
     Ok((targets, Arc::new(move |name| rows(&view, name).map_err(|error| format!("{error:#}")))))
 }
 
-/// The kernel's endpoint map for the one pod that is being confirmed.
+/// The kernel's endpoint map, for confirmations.
 struct Map(Endpoints);
 
 impl EndpointMap for Map {
@@ -112,12 +112,12 @@ impl EndpointMap for Map {
     }
 }
 
-/// Between two walks over the flows.
+/// Interval of walks over the flows.
 const COLLECT: Duration = Duration::from_secs(5);
-/// Between two slices of a walk, and between two walks while the map is nearly full.
+/// Interval of slices of a walk, and of walks while the map is nearly full.
 const COLLECT_SLICE: Duration = Duration::from_millis(100);
 
-/// Expires flows and forwards what the programs log, until cancelled.
+/// Expires flows and logs events of the kernel programs, until cancelled.
 async fn background(events: Events, collector: Collector, cancel: CancellationToken) -> anyhow::Result<()> {
     tokio::select! {
         () = cancel.cancelled() => Ok(()),
@@ -206,23 +206,23 @@ fn rows(view: &View, name: &str) -> anyhow::Result<Value> {
     Ok(Value::Array(rows))
 }
 
-/// Devices and routes of this node now.
+/// The current devices and routes of this node.
 ///
 /// # Errors
-/// When the kernel cannot be asked.
+/// The kernel's error.
 pub fn network_now() -> anyhow::Result<NetworkRow> {
     Ok(monitor::read(&mut Handle::open()?)?)
 }
 
 const RESERVED_PORTS: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
 
-/// `ip_local_reserved_ports`: ports that the host keeps for itself. Without `/proc` none are known.
+/// `ip_local_reserved_ports`: ports reserved by the host. Empty without `/proc`.
 #[must_use]
 pub fn reserved_ports() -> Vec<(u16, u16)> {
     parse_ports(&std::fs::read_to_string(RESERVED_PORTS).unwrap_or_default())
 }
 
-/// Ports and ranges as the kernel writes them: `8080,9148-9150`.
+/// Parses ports and ranges in the kernel's format: `8080,9148-9150`.
 fn parse_ports(text: &str) -> Vec<(u16, u16)> {
     text.trim()
         .split(',')

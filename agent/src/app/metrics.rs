@@ -1,4 +1,4 @@
-//! States of this process as metrics, gathered when somebody asks.
+//! Gauges and kernel counters of this process, gathered for each scrape.
 
 use super::node_status::NodeStatus;
 use crate::kubernetes::lease::LeaderRow;
@@ -13,11 +13,11 @@ use cistern_core::ipam::lease::RowState;
 use cistern_core::ipam::supply::PoolUsage;
 use jiff::Timestamp;
 
-/// States of which a count of zero is worth a sample: a rule that watches them must not miss them.
+/// States with a sample even for a count of zero, so that alerting rules find them.
 const LEASE_STATES: [RowState; 5] =
     [RowState::Provisional, RowState::Confirmed, RowState::Owner, RowState::Quarantined, RowState::Reserved];
 
-/// Everything of an agent. `packets` are the counters of the kernel programs.
+/// All samples of an agent. `packets` are the counters of the kernel programs.
 #[must_use]
 pub fn agent(node: &NodeStatus, view: &View, packets: &[(String, u64)], now: Timestamp) -> Vec<Sample> {
     let mut samples = shared(&node.waits, &node.targets, now);
@@ -39,7 +39,7 @@ pub fn agent(node: &NodeStatus, view: &View, packets: &[(String, u64)], now: Tim
     samples
 }
 
-/// Everything of an operator.
+/// All samples of an operator.
 #[must_use]
 pub fn operator(
     waits: &Reader<String, Wait>,
@@ -70,7 +70,7 @@ fn leader(election: &Reader<(), LeaderRow>) -> Sample {
     LEADER.sample([], f64::from(u8::from(leading)))
 }
 
-/// Prometheus counts in floating point: exact up to 2^53.
+/// Prometheus uses floating point: exact up to 2^53.
 #[expect(clippy::cast_precision_loss, reason = "a count that large is no longer counted by ones")]
 fn as_float(count: u64) -> f64 {
     count as f64

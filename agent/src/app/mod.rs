@@ -1,6 +1,6 @@
 //! Wiring: the command line, the settings, the two roles.
 //!
-//! [`agent_role`] and [`operator_role`] read like tables of contents: what runs where is answered there.
+//! [`agent_role`] and [`operator_role`] list the tasks of each role.
 
 pub mod agent;
 pub mod agent_api;
@@ -29,15 +29,15 @@ pub mod uninstall;
 use crate::telemetry;
 use cistern_core::settings::{LogFormat, LogLevel, Settings};
 
-/// The configuration asks for something that must not be started; exit code 64.
+/// The configuration must not be started with; exit code 64.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Refused(pub String);
 
 /// One TLS provider everywhere (`architecture` decision 13); with two linked, rustls panics at its first use unless one
-/// is installed. Call it first thing in `main`.
+/// is installed. Call it first in `main`.
 pub fn install_tls_provider() {
-    // A second call finds the first one's choice, which is the same.
+    // An error means that it is installed already, with the same choice.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
 }
 

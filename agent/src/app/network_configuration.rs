@@ -1,5 +1,5 @@
-//! The network configuration of the container runtime: written when this node can serve, kept as it should be, never
-//! removed because the agent ends.
+//! The CNI network configuration: written when this node can serve, kept up to date, and not removed when the agent
+//! terminates.
 
 use super::agent_api::Answers;
 use crate::files;
@@ -12,15 +12,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A wait of this name says why it is not written.
+/// The wait of this name says why it is not written.
 const WAIT: &str = "CNI configuration";
 
-/// Until this node can serve for the first time it is looked at so often.
+/// Interval of checks until this node can serve for the first time.
 const UNTIL_READY: Duration = Duration::from_millis(200);
-/// So often the user's file is read and what others put beside ours is set aside.
+/// Interval for reading the user's file and setting foreign configurations aside.
 const KEEP: Duration = Duration::from_secs(5);
 
-/// What is written where.
+/// Content and path.
 #[derive(Debug, Clone)]
 pub struct NetworkConfiguration {
     path: PathBuf,
@@ -30,7 +30,7 @@ pub struct NetworkConfiguration {
 }
 
 impl NetworkConfiguration {
-    /// As the settings say; none when somebody else writes it.
+    /// By the settings; `None` if the agent does not write it.
     #[must_use]
     pub fn of(settings: &Settings) -> Option<Self> {
         let somebody_else = settings.custom_cni_conf && settings.read_cni_conf.is_none();
@@ -46,26 +46,26 @@ impl NetworkConfiguration {
     /// Writes it once.
     ///
     /// # Errors
-    /// Why not, and what is in force instead.
+    /// The reason, and what is in force instead.
     pub fn put(&self) -> Result<bool, String> {
         let text = match &self.custom {
             None => default_text(plugin::has_portmap(&self.plugins)),
             Some(file) => custom(file).map_err(|reason| {
-                format!("read-cni-conf {}: {reason}; {} stays as it is", file.display(), self.path.display())
+                format!("read-cni-conf {}: {reason}; {} is unchanged", file.display(), self.path.display())
             })?,
         };
         conflist::put(&self.path, &text, self.exclusive).map_err(|error| error.to_string())
     }
 
-    /// Takes it away, and brings back what was set aside for it.
+    /// Removes it, and restores what was set aside for it.
     ///
     /// # Errors
-    /// What the file system refused.
+    /// An I/O error.
     pub fn remove(&self) -> Result<(), String> {
         conflist::remove(&self.path).map_err(|error| error.to_string())
     }
 
-    /// Keeps it as it should be from the moment when this node can serve, until dropped.
+    /// Keeps it up to date once this node can serve, until dropped.
     pub async fn keep(self, answers: Arc<Answers>, waits: Waits) {
         while !answers.node.health().ready {
             tokio::time::sleep(UNTIL_READY).await;

@@ -1,4 +1,4 @@
-//! What is known of this node, gathered from the tables for status, health and explanations.
+//! State of this node, gathered from the tables for status, health and explanations.
 
 use crate::api::server::Failure;
 use crate::api::types::{
@@ -22,16 +22,16 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The reconciler that puts the router address on this node.
+/// The reconciler of the router address.
 pub const ROUTER_ADDRESS: &str = "router address";
 
-/// How long an ADD waits for it before the caller is told to come again.
+/// How long an ADD waits for it before the caller is asked to retry.
 const ROUTER_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Reads the rows of a kernel map as the CLI prints them.
+/// Reads the rows of a kernel map for the CLI.
 pub type MapRows = Arc<dyn Fn(&str) -> Result<serde_json::Value, String> + Send + Sync>;
 
-/// Readers of everything that status and explanations are made from.
+/// Readers of the tables for status and explanations.
 #[derive(Clone)]
 pub struct NodeStatus {
     /// What this build is.
@@ -40,15 +40,15 @@ pub struct NodeStatus {
     pub node: String,
     /// IPAM mode.
     pub ipam_mode: String,
-    /// `mtu`; none takes that of the device with the default route.
+    /// `mtu`; `None` for that of the device with the default route.
     pub mtu: Option<u32>,
     /// `ipv4-native-routing-cidr`
     pub native_routing_cidr: Option<Ipv4Net>,
-    /// Name of this process in the election; none when it does not take part.
+    /// Identity of this process in the election; `None` if it does not take part.
     pub identity: Option<String>,
     /// What is waited for.
     pub waits: Reader<String, Wait>,
-    /// What somebody should look at.
+    /// Findings for the administrator.
     pub findings: Reader<FindingKey, FindingRow>,
     /// Devices and routes.
     pub network: Reader<(), NetworkRow>,
@@ -56,7 +56,7 @@ pub struct NodeStatus {
     pub cilium_nodes: Reader<String, CiliumNodeRow>,
     /// Every node of the cluster.
     pub peers: Reader<String, PeerRow>,
-    /// Where this node's pods get their addresses from.
+    /// The pod CIDR that this node serves.
     pub pool: Reader<(), PoolRow>,
     /// Router address.
     pub router: Reader<Ipv4Addr, ()>,
@@ -64,7 +64,7 @@ pub struct NodeStatus {
     pub leader: Reader<(), LeaderRow>,
     /// State of the reconcilers.
     pub targets: Reader<String, TargetStatus>,
-    /// Names of the reconcilers that must have made a full pass before this node is ready.
+    /// Reconcilers that must have completed a full pass before this node is ready.
     pub required_targets: Vec<&'static str>,
     /// Masquerading.
     pub masquerade: Reader<(), MasqueradeRow>,
@@ -76,7 +76,7 @@ pub struct NodeStatus {
     pub devices: Reader<u32, DeviceEntry>,
     /// Node-wide settings of the datapath.
     pub datapath: Reader<(), DatapathSettings>,
-    /// Rows of the kernel maps; none when this node does not masquerade.
+    /// Rows of the kernel maps; `None` if this node does not masquerade.
     pub maps: Option<MapRows>,
 }
 
@@ -90,7 +90,7 @@ fn counts(view: &View) -> AddressCounts {
     counts
 }
 
-/// A CiliumNode as the explanations need it.
+/// A CiliumNode as input of explanations.
 fn listed(name: &str, row: &CiliumNodeRow) -> NodeFacts {
     let mut facts = NodeFacts {
         name: name.to_owned(),
@@ -113,7 +113,7 @@ fn listed(name: &str, row: &CiliumNodeRow) -> NodeFacts {
     facts
 }
 
-/// Without any other word, what Ethernet carries.
+/// Fallback: that of Ethernet.
 const DEFAULT_MTU: u32 = 1500;
 
 impl NodeStatus {
@@ -123,7 +123,7 @@ impl NodeStatus {
         self.pool.peek().rows.get(&()).map(|row| row.pod_cidr)
     }
 
-    /// MTU of pods' interfaces: as configured, else that of the device with the default route.
+    /// MTU of pod interfaces: as configured, else that of the device with the default route.
     #[must_use]
     pub fn pod_mtu(&self) -> u32 {
         self.mtu.unwrap_or_else(|| {
@@ -144,13 +144,13 @@ impl NodeStatus {
         })
     }
 
-    /// CIDRs that pods reach under their own address, as the allocation call tells them.
+    /// CIDRs that are not masqueraded, for the answer to an allocation call.
     #[must_use]
     pub fn native_cidrs(&self) -> Vec<String> {
         self.native_routing_cidr.iter().map(ToString::to_string).collect()
     }
 
-    /// Whether pods can be served now, and why not.
+    /// Whether pods can be served, and why not.
     #[must_use]
     pub fn health(&self) -> Health {
         let mut reasons = Vec::new();
@@ -184,7 +184,7 @@ impl NodeStatus {
         Health::new(reasons)
     }
 
-    /// Waits a moment for the router address to be on this node, and tells whether it is.
+    /// Waits briefly for the router address on this node, and returns whether it is there.
     pub async fn router_is_set(&self) -> bool {
         let mut targets = self.targets.clone();
         let set = async {
@@ -196,7 +196,7 @@ impl NodeStatus {
         tokio::time::timeout(ROUTER_PATIENCE, set).await.is_ok()
     }
 
-    /// Everything in one answer.
+    /// The whole status.
     #[must_use]
     pub fn status(&self, view: &View) -> Status {
         let findings = self.findings.peek();
@@ -261,7 +261,7 @@ impl NodeStatus {
         }
     }
 
-    /// Everything that is waited for, the longest wait first.
+    /// All waits, the longest first.
     fn wait_reports(&self) -> Vec<WaitReport> {
         let report = |(name, wait): (&String, &Wait)| WaitReport {
             name: name.clone(),
@@ -275,7 +275,7 @@ impl NodeStatus {
         rows.into_iter().map(report).collect()
     }
 
-    /// What an address is, and why.
+    /// Explains an address.
     #[must_use]
     pub fn explain_ip(&self, view: &View, address: IpAddr) -> AddressExplanation {
         let pool = self.pool.peek();
@@ -291,7 +291,7 @@ impl NodeStatus {
         explain::address(&facts, address)
     }
 
-    /// What is known of a node; without a name, of this one.
+    /// Explains a node; without a name, this one.
     #[must_use]
     pub fn explain_node(&self, view: &View, name: Option<&str>) -> NodeReply {
         let name = name.unwrap_or(&self.node);
@@ -312,7 +312,7 @@ impl NodeStatus {
         }
     }
 
-    /// Every known node: by the API server's list, or, before there was one, by what was known before the start.
+    /// All known nodes: from the API server's list or, before there is one, from the previous run.
     fn node_facts(&self) -> (Vec<NodeFacts>, &'static str) {
         let cilium_nodes = self.cilium_nodes.peek();
         if cilium_nodes.synced {
@@ -358,13 +358,13 @@ impl NodeStatus {
     /// The rows of a kernel map.
     ///
     /// # Errors
-    /// When there is no such map, no datapath, or the kernel does not let it be read.
+    /// There is no such map, no datapath, or it cannot be read.
     pub fn map(&self, name: &str) -> Result<serde_json::Value, Failure> {
         let maps = self.maps.as_ref().ok_or_else(no_datapath)?;
         maps(name).map_err(|reason| Failure::new(Refusal::Map, reason))
     }
 
-    /// Packets by what the kernel programs did with them; none without a datapath, or when it cannot be read.
+    /// Packets by the kernel programs' counters; empty without a datapath, or if it cannot be read.
     #[must_use]
     pub fn packets(&self) -> Vec<(String, u64)> {
         let rows = self.maps.as_ref().and_then(|maps| maps("counters").ok()).unwrap_or_default();
@@ -373,10 +373,10 @@ impl NodeStatus {
         rows.as_array().into_iter().flatten().filter_map(row).collect()
     }
 
-    /// Which rule decides about the first packet of a flow.
+    /// Explains the treatment of the first packet of a flow.
     ///
     /// # Errors
-    /// When this node does not masquerade, or the packet cannot be one.
+    /// This node does not masquerade, or the packet is invalid.
     pub fn explain_masquerade(&self, request: &ExplainMasqueradeRequest) -> Result<ExplainMasqueradeResponse, Failure> {
         let datapath = self.datapath.peek();
         let (Some(settings), Some(_)) = (datapath.rows.get(&()), &self.maps) else {
@@ -413,8 +413,7 @@ impl NodeStatus {
         let name = network.links.get(&ifindex).map_or_else(|| ifindex.to_string(), |link| link.name.clone());
         let devices = self.devices.peek();
         let Some(device) = devices.rows.get(&ifindex) else {
-            let why =
-                format!("the route to {} leads over {name}, which is no egress device of ours", route.destination);
+            let why = format!("the route to {} uses {name}, which is not an egress device", route.destination);
             return Ok(ExplainMasqueradeResponse { device: Some(name), ..unchanged("other-device", why) });
         };
         let content = match request.protocol.as_str() {
@@ -461,7 +460,7 @@ impl NodeStatus {
     }
 }
 
-/// Stands for a port that was not asked about: inside the range that flows are given ports of.
+/// Used if no port is given: a port in the range for flows.
 const ANY_PORT: u16 = 40_000;
 
 fn no_datapath() -> Failure {

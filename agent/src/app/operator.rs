@@ -1,4 +1,4 @@
-//! `cistern operator`: the process around the operator's role.
+//! `cistern operator`: the process of the operator's role.
 
 use super::agent_role::Shared;
 use super::operator_role::{self, Operator};
@@ -15,10 +15,10 @@ use cistern_core::lease::evaluate::Timings;
 use cistern_core::settings::{IpamMode, Settings};
 use std::sync::Arc;
 
-/// Runs until told to stop.
+/// Runs until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// What kept it from starting, or the part that ended by itself.
+/// An error at startup, or a task that ended unexpectedly.
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let cancel = signals::cancelled_by_signal()?;
     let shared = Shared::new(Clock::system());
@@ -60,11 +60,11 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     outcome
 }
 
-/// The election this process takes part in. The identity ends in random digits: a process and its successor on the same
-/// node are two candidates.
+/// The election of this process. The identity ends in random digits: a process and its successor on the same node are
+/// different candidates.
 ///
 /// # Errors
-/// Durations that would let two processes lead.
+/// Durations with which two processes could lead at once.
 pub fn election(settings: &Settings) -> anyhow::Result<Election> {
     let timings = Timings::new(settings.lease_duration, settings.renew_deadline, settings.retry_period)
         .map_err(|error| Refused(format!("leader-election: {error}")))?;
@@ -75,10 +75,10 @@ pub fn election(settings: &Settings) -> anyhow::Result<Election> {
     })
 }
 
-/// The pool to carve, in mode `cluster-pool`.
+/// The cluster pool, in mode `cluster-pool`.
 ///
 /// # Errors
-/// A pool that cannot be carved.
+/// An invalid pool.
 pub fn pool(settings: &Settings) -> anyhow::Result<Option<cluster_pool::Settings>> {
     if settings.ipam != IpamMode::ClusterPool {
         return Ok(None);

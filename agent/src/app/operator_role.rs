@@ -1,4 +1,4 @@
-//! What runs in the operator role: the election always, the rest while this process leads.
+//! The tasks of the operator: always the election, the others while this process leads.
 
 use super::supervisor::Supervisor;
 use crate::clock::Clock;
@@ -22,30 +22,30 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// What the role is made of.
+/// Parts of the role.
 #[derive(Clone)]
 pub struct Operator {
     /// The API server.
     pub client: Client,
-    /// Which election, and as whom; its namespace is that of the records too.
+    /// Parameters of the election; its namespace is also that of the records.
     pub election: Election,
-    /// The pool to carve; none in a mode whose blocks somebody else gives.
+    /// The cluster pool; `None` in modes with other sources of pod CIDRs.
     pub pool: Option<cluster_pool::Settings>,
-    /// Gets what is known of the election.
+    /// Output: state of the election.
     pub leader: Arc<Table<(), LeaderRow>>,
-    /// Gets the state of the reconcilers.
+    /// Output: state of the reconcilers.
     pub targets: Arc<Table<String, TargetStatus>>,
-    /// Gets what is waited for.
+    /// Output: waits.
     pub waits: Waits,
     /// Time.
     pub clock: Clock,
 }
 
-/// Takes part in the election until cancelled. What the leader runs is cancelled *and joined* before the Lease can end
-/// or be let go, so that no two processes act as leader.
+/// Takes part in the election until cancelled. The leader's tasks are cancelled *and joined* before the Lease can
+/// expire or be released, so that no two processes act as leader.
 ///
 /// # Errors
-/// A part that ended by itself, by name.
+/// A task that ended unexpectedly, by name.
 pub async fn run(operator: Operator, cancel: CancellationToken) -> anyhow::Result<()> {
     let (until, mut leading) = watch::channel(None);
     let (busy, busy_seen) = watch::channel(false);
@@ -89,15 +89,15 @@ pub async fn run(operator: Operator, cancel: CancellationToken) -> anyhow::Resul
     outcome
 }
 
-/// Returns when this process leads. A deadline that has passed is no leadership, even before the election says so: the
-/// leader's duties would start and end over and over until then.
+/// Returns when this process leads. A deadline that has passed does not count, even before the election reports it:
+/// otherwise the leader's tasks would start and stop repeatedly until then.
 async fn begun(leading: &mut watch::Receiver<Option<Instant>>) {
     if leading.wait_for(|until| until.is_some_and(|until| until > Instant::now())).await.is_err() {
         std::future::pending::<()>().await;
     }
 }
 
-/// Returns when leadership is over, by the election's word or by the clock.
+/// Returns when leadership ends, by the election or by the clock.
 async fn ended(leading: &mut watch::Receiver<Option<Instant>>) {
     loop {
         let until = *leading.borrow_and_update();
@@ -110,7 +110,7 @@ async fn ended(leading: &mut watch::Receiver<Option<Instant>>) {
     }
 }
 
-/// Everything that only a leader runs, until `scope` is cancelled.
+/// All tasks of the leader, until `scope` is cancelled.
 async fn lead(
     operator: &Operator,
     leadership: Leadership,
@@ -180,10 +180,11 @@ async fn lead(
             ),
         );
     }
-    let told = Notices::new(clock);
-    tasks.spawn_loop("notices", until(token.clone(), notices::cluster(cilium_nodes.reader(), told.clone())));
+    let notices_table = Notices::new(clock);
+    tasks.spawn_loop("notices", until(token.clone(), notices::cluster(cilium_nodes.reader(), notices_table.clone())));
     let reporter = events::Reporter { controller: OPERATOR, instance: operator.election.identity.clone() };
-    let write = events::run(client.clone(), reporter, told.reader(), cilium_nodes.reader(), clock, token.clone());
+    let write =
+        events::run(client.clone(), reporter, notices_table.reader(), cilium_nodes.reader(), clock, token.clone());
     tasks.spawn_loop("write events", write);
     let plan = orphans::run(nodes.reader(), cilium_nodes.reader(), Arc::clone(&orphaned));
     tasks.spawn_loop("orphaned CiliumNodes", until(token.clone(), plan));
@@ -197,7 +198,7 @@ async fn lead(
     tasks.join().await
 }
 
-/// The first retry of a write comes soon; a full pass every five minutes finds what a watch missed.
+/// The first retry of a write is soon; a full pass every five minutes finds what a watch missed.
 fn options(name: &'static str) -> Options {
     Options {
         name,
@@ -219,7 +220,7 @@ async fn apply_crds(operator: &Operator, leadership: &Leadership) {
     operator.waits.end(WAIT);
 }
 
-/// A controller never ends by itself; this one ends when it is told to.
+/// Runs a controller, which never ends itself, until cancelled.
 pub(super) async fn until(cancel: CancellationToken, work: impl Future<Output = ()>) {
     tokio::select! {
         biased;

@@ -1,4 +1,4 @@
-//! What kubelet is told about this process.
+//! Answers to kubelet's probes.
 
 use super::agent_api::Answers;
 use crate::api::http::Probe;
@@ -8,11 +8,11 @@ use crate::tables::Reader;
 use crate::tables::rows::Wait;
 use std::time::Duration;
 
-/// The owner of the leases does no work that takes longer, but for a disk that hangs.
+/// No operation of the lease owner takes longer, except on a hanging disk.
 const ANSWER: Duration = Duration::from_secs(5);
 
 impl Probe for Answers {
-    /// A node that waits for the API server or for its pod CIDR is alive: a restart would only make it wait again.
+    /// A node that waits for the API server or for its pod CIDR is alive: a restart would not help.
     async fn live(&self) -> Health {
         let reason = match tokio::time::timeout(ANSWER, self.endpoints.view()).await {
             Ok(Ok(_)) => return healthy(),
@@ -36,16 +36,16 @@ pub struct OperatorProbe {
 }
 
 impl Probe for OperatorProbe {
-    /// A part that ends takes the process with it, so one that answers is alive.
+    /// A task that ends terminates the process, so an answering process is alive.
     async fn live(&self) -> Health {
         healthy()
     }
 
-    /// Leading, or standing by for a leader that it sees.
+    /// Ready if it leads, or stands by for a known leader.
     async fn ready(&self) -> Health {
         let mut reasons = Vec::new();
         if self.leader.peek().rows.get(&()).is_none_or(|row| !row.leading && row.holder.is_none()) {
-            reasons.push("nobody is known to lead yet".to_owned());
+            reasons.push("no leader is known yet".to_owned());
         }
         if let Some(wait) = self.waits.peek().rows.get(lease::WAIT) {
             reasons.push(format!("{}: {}", lease::WAIT, wait.reason));

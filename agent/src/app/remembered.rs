@@ -1,4 +1,4 @@
-//! What a node needs to serve while the API server is away, on disk (`architecture` section 4).
+//! State that a node needs to serve while the API server is unavailable, on disk (`architecture` section 4).
 
 use crate::leases::LeaseStore;
 use crate::state::{SetAside, StateDir};
@@ -14,9 +14,9 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The last inputs from the API.
+/// The last inputs from the API server.
 const NODE: &str = "node.json";
-/// The last ip-masq-agent file that could be used.
+/// The last valid ip-masq-agent file.
 const LAST_GOOD: &str = "ip-masq.json";
 
 /// Of a newer format that this build would misread, nothing of the file is used, and it is set aside; the API server lists all
@@ -93,13 +93,13 @@ pub fn tables(state: &StateDir, findings: &Findings, records: &mut Vec<Record>, 
 /// Source of findings about state files.
 pub const STATE: &str = "state";
 
-/// What is told of a file that was set aside.
+/// The finding for a file that was set aside.
 #[must_use]
 pub fn unreadable(file: &SetAside) -> Found {
     Found { reason: "state-file-unreadable", subject: file.path.display().to_string(), message: file.to_string() }
 }
 
-/// The last ip-masq-agent list that could be used.
+/// The last valid ip-masq-agent list.
 #[must_use]
 pub fn last_good(state: &StateDir, findings: &Findings) -> Option<ConfigFile> {
     let (last_good, set_aside) = state.read::<Option<ConfigFile>>(LAST_GOOD, None);
@@ -107,13 +107,13 @@ pub fn last_good(state: &StateDir, findings: &Findings) -> Option<ConfigFile> {
     last_good.flatten()
 }
 
-/// A change of a busy cluster is written at most this often.
+/// Minimum interval of writes in a busy cluster.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// A disk that refused is tried again after this long.
+/// Delay before a failed write is retried.
 const DISK_RETRY: Duration = Duration::from_secs(5);
 
-/// Name of the wait for a disk that refuses.
+/// Name of the wait for a failing disk.
 pub const WAIT: &str = "node state on disk";
 
 /// Keeps the files equal to the tables until dropped. A disk that refuses is tried again.
@@ -138,7 +138,7 @@ pub async fn run(
                 }
                 Err(error) => {
                     refused = true;
-                    tracing::error!(%error, "what a restart without API server needs is not on disk");
+                    tracing::error!(%error, "state for a restart without API server cannot be written");
                     let reason = format!("{error}; a restart without the API server would begin with older nodes");
                     waits.begin(WAIT, reason, Some(DISK_RETRY));
                 }
@@ -150,7 +150,7 @@ pub async fn run(
                 Ok(()) => written_list = list.revision,
                 Err(error) => {
                     refused = true;
-                    tracing::error!(%error, "the last good ip-masq-agent list is not on disk");
+                    tracing::error!(%error, "the last good ip-masq-agent list cannot be written");
                 }
             }
         }

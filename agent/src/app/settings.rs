@@ -1,18 +1,18 @@
-//! Reads the layers of settings: the config directory, this process's environment and its flags. Nothing is watched: a
-//! change takes effect at the next start, as with Cilium.
+//! Reads the layers of settings: the config directory, this process's environment and its flags. Changes take effect at
+//! the next start, as with Cilium.
 
 use cistern_core::settings::{Command, Directory, Layers, Settings, SettingsErrors, Warning};
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// The key that names the config directory. Flags and environment alone can set it.
+/// The key of the config directory, which only flags and environment can set.
 const CONFIG_DIR: &str = "config-dir";
 
 /// Why there are no settings. Nothing was started or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// Values that cannot be used.
+    /// Invalid values.
     #[error(transparent)]
     Settings(#[from] SettingsErrors),
     /// The config directory, or a file in it, cannot be read.
@@ -20,23 +20,22 @@ pub enum LoadError {
     Read {
         /// The directory or the file.
         path: PathBuf,
-        /// What the system says.
+        /// The I/O error.
         source: std::io::Error,
     },
 }
 
-/// Reads all layers. `flags` are those that were given: key → value.
+/// Reads all layers. `flags` are the given ones: key → value.
 ///
 /// # Errors
-/// A directory that cannot be read (a missing one is an error only when it was asked for), or settings that cannot be
-/// used.
+/// An unreadable directory (a missing one only if it was configured), or invalid settings.
 pub fn load(flags: BTreeMap<String, String>, command: Command) -> Result<(Settings, Vec<Warning>), LoadError> {
-    // A variable that is not Unicode is no setting of ours.
+    // A variable that is not Unicode is not a setting.
     let variable = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
         Some((name.into_string().ok()?, value.into_string().ok()?))
     };
     let environment = std::env::vars_os().filter_map(variable).collect();
-    // Without a name, or with one that no Node can have, the key node-name is asked for.
+    // If it is missing or not a valid Node name, validation asks for node-name.
     let hostname = nix::unistd::gethostname().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     load_from(flags, environment, hostname, command)
 }
@@ -56,15 +55,15 @@ fn load_from(
     Ok(Settings::load(&layers, command)?)
 }
 
-/// The directory that flags or environment name, in the order in which they win.
+/// The directory set by flags or environment, in order of precedence.
 fn asked_for(layers: &Layers) -> Option<PathBuf> {
     let variables = ["CISTERN_CONFIG_DIR", "CILIUM_CONFIG_DIR"].map(|name| layers.environment.get(name));
     let named = layers.flags.get(CONFIG_DIR).into_iter().chain(variables.into_iter().flatten());
     named.map(|path| path.trim()).find(|path| !path.is_empty()).map(PathBuf::from)
 }
 
-/// One file per key. A mounted ConfigMap holds links to files below `..data`, which Kubernetes swaps as a whole; names
-/// with a dot in front are its machinery.
+/// One file per key. A mounted ConfigMap has links to files below `..data`, which kubelet swaps as a whole; names that
+/// begin with a dot are kubelet's own.
 fn read_directory(path: &Path, asked_for: bool) -> Result<Option<Directory>, LoadError> {
     let fail = |path: &Path| {
         let path = path.to_owned();
@@ -79,7 +78,7 @@ fn read_directory(path: &Path, asked_for: bool) -> Result<Option<Directory>, Loa
     for entry in entries {
         let file = entry.map_err(fail(path))?.path();
         let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        // The metadata of what a link leads to.
+        // The metadata of the link's target.
         if name.starts_with('.') || std::fs::metadata(&file).map_err(fail(&file))?.is_dir() {
             continue;
         }
@@ -102,7 +101,7 @@ mod tests {
         load_from(map(flags), map(environment), "node-a".to_owned(), Command::Operator).map(|(settings, _)| settings)
     }
 
-    /// A directory as the kubelet mounts a ConfigMap.
+    /// A directory as kubelet mounts a ConfigMap.
     fn config_map(files: &[(&str, &[u8])]) -> tempfile::TempDir {
         let directory = tempfile::tempdir().unwrap();
         let data = directory.path().join("..2026_11_29_17_00_00.1234");

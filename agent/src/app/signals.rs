@@ -1,12 +1,12 @@
-//! Being told to stop.
+//! Termination by signals.
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// A token that SIGTERM and SIGINT cancel.
+/// A token that is cancelled by SIGTERM and SIGINT.
 ///
 /// # Errors
-/// When the handlers cannot be installed.
+/// The handlers cannot be installed.
 pub(super) fn cancelled_by_signal() -> std::io::Result<CancellationToken> {
     let token = CancellationToken::new();
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);

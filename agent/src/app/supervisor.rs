@@ -1,12 +1,12 @@
-//! Named tasks that live and end together.
+//! Named tasks with a common lifetime.
 
 use std::collections::HashMap;
 use std::future::Future;
 use tokio::task::{Id, JoinSet};
 use tokio_util::sync::CancellationToken;
 
-/// A set of named tasks. Each gets the same cancellation token; an end that nobody asked for is reported with the
-/// task's name, so that the caller can end everything: a part that is silently gone is worse than a restart.
+/// A set of named tasks. Each gets the same cancellation token; an unexpected end is reported with the task's name, so
+/// that the caller can terminate everything: a missing task is worse than a restart.
 #[derive(Debug)]
 pub struct Supervisor {
     scope: &'static str,
@@ -22,7 +22,7 @@ impl Supervisor {
         Self { scope, tasks: JoinSet::new(), names: HashMap::new(), cancel: parent.child_token() }
     }
 
-    /// The token that tells the tasks of this scope to end.
+    /// The token that stops the tasks of this scope.
     #[must_use]
     pub fn token(&self) -> CancellationToken {
         self.cancel.clone()
@@ -48,10 +48,10 @@ impl Supervisor {
         });
     }
 
-    /// Runs until the scope is cancelled or a task ends by itself, then cancels and joins every task.
+    /// Runs until the scope is cancelled or a task ends unexpectedly, then cancels and joins all tasks.
     ///
     /// # Errors
-    /// The first task that ended without being asked to, by name, with its error.
+    /// The first task that ended unexpectedly, by name, with its error.
     pub async fn join(mut self) -> anyhow::Result<()> {
         let first = tokio::select! {
             biased;

@@ -1,4 +1,4 @@
-//! What the agent acts on, as values: the kernel in production, memory in script tests.
+//! Targets of the agent, as values: the kernel in production, memory in script tests.
 
 use crate::blocking::Blocking;
 use crate::leases::EndpointMap;
@@ -13,15 +13,15 @@ use std::net::Ipv4Addr;
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
-/// A target whose type is forgotten: given a table, it follows it.
+/// A target with an erased type: given a table, it follows it.
 pub type Target<K, V> = Box<dyn FnOnce(Reconcile<K, V>) -> BoxFuture<'static, ()> + Send>;
 
-/// Forgets the type of a target.
+/// Erases the type of a target.
 pub fn target<O: Operations + 'static>(operations: O) -> Target<O::Key, O::Value> {
     Box::new(move |with| Box::pin(reconciler::run(operations, with)))
 }
 
-/// As [`target`], for one whose operations block.
+/// As [`target`], for one with blocking operations.
 pub fn blocking_target<T: BlockingOperations>(operations: T, port: &Blocking) -> Target<T::Key, T::Value> {
     target(Offloaded::new(operations, port.clone()))
 }
@@ -30,7 +30,7 @@ pub fn blocking_target<T: BlockingOperations>(operations: T, port: &Blocking) ->
 pub type NetworkSource =
     Box<dyn FnOnce(Arc<Table<(), NetworkRow>>, CancellationToken) -> BoxFuture<'static, anyhow::Result<()>> + Send>;
 
-/// Everything that the agent acts on.
+/// All targets of the agent.
 pub struct Targets {
     /// Devices, addresses and routes of this node.
     pub network: NetworkSource,
@@ -38,17 +38,17 @@ pub struct Targets {
     pub routes: Target<Ipv4Net, RouteTarget>,
     /// The router address on the loopback device.
     pub router: Target<Ipv4Addr, ()>,
-    /// The kernel programs; none when this node does not masquerade.
+    /// The kernel programs; `None` if this node does not masquerade.
     pub datapath: Option<DatapathTargets>,
 }
 
 /// The kernel programs and their maps.
 pub struct DatapathTargets {
-    /// Destinations that pods reach under their own address.
+    /// Destinations that are not masqueraded.
     pub excluded: Target<Ipv4Net, ExcludedReason>,
     /// Pods of this node.
     pub endpoints: Target<Ipv4Addr, EndpointEntry>,
-    /// The same map, for the one pod that is being confirmed.
+    /// The same map, for confirmations.
     pub endpoint_map: Box<dyn EndpointMap>,
     /// The pods that the map had at the start.
     pub known_endpoints: BTreeMap<Ipv4Addr, EndpointEntry>,
@@ -56,8 +56,8 @@ pub struct DatapathTargets {
     pub devices: Target<u32, DeviceEntry>,
     /// Node-wide settings.
     pub settings: Target<(), DatapathSettings>,
-    /// Devices that carry the programs, by index.
+    /// Devices with attached programs, by index.
     pub attachments: Target<u32, AttachmentEntry>,
-    /// Expires what has had its time, forwards rare events to the log; runs until cancelled.
+    /// Expires flows and logs events; runs until cancelled.
     pub background: Box<dyn FnOnce(CancellationToken) -> BoxFuture<'static, anyhow::Result<()>> + Send>,
 }

@@ -1,4 +1,4 @@
-//! Taking Cistern off: the agent's part on its node, and `cistern uninstall`, which asks all of them.
+//! Uninstallation: the agent's part on its node, and `cistern uninstall`, which requests it from all agents.
 
 use super::network_configuration::NetworkConfiguration;
 use crate::datapath::Pins;
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Returns when this node is asked to be cleaned, with the request.
+/// Returns the request when this node is asked to uninstall.
 pub async fn requested(node: String, mut cilium_nodes: Reader<String, CiliumNodeRow>) -> String {
     loop {
         let snapshot = cilium_nodes.synced().await;
@@ -31,29 +31,29 @@ pub async fn requested(node: String, mut cilium_nodes: Reader<String, CiliumNode
     }
 }
 
-/// Between two looks at the own CiliumNode by an agent that has nothing else to do any more.
+/// Polling interval of the own CiliumNode after the uninstallation.
 const IDLE: Duration = Duration::from_secs(2);
 
-/// Takes everything of ours off this node, says so, and does nothing any more but to answer who asks again, until
-/// dropped. The agent's tasks must have ended. Pods that run keep their interfaces and addresses; their leases stay on
-/// disk, so that a later installation gives their addresses to nobody else.
+/// Removes Cistern from this node, answers the request, and then only answers further requests, until dropped. The
+/// agent's tasks must have ended. Running pods keep their interfaces and addresses; their leases remain on disk, so
+/// that a later installation does not reallocate their addresses.
 pub async fn clean_and_answer(client: Client, settings: &Settings, state: &StateDir, mut request: String) {
     let objects = Objects::new(client, &settings.namespace);
     let node = &settings.node_name;
     loop {
-        tracing::warn!(request, "taking Cistern off this node, as its CiliumNode asks");
+        tracing::warn!(request, "removing Cistern from this node, as requested by its CiliumNode");
         let failures = clean(settings, state);
         for failure in &failures {
             tracing::error!("{failure}");
         }
         while let Err(error) = objects.answer(node, &request, &failures).await {
-            tracing::warn!(%error, "the answer to the uninstall does not arrive");
+            tracing::warn!(%error, "the answer to the uninstall request cannot be written");
             tokio::time::sleep(IDLE).await;
         }
-        tracing::warn!("answered; the agent does nothing any more and waits for its end");
+        tracing::warn!("request answered; the agent is idle until it is terminated");
         request = loop {
             tokio::time::sleep(IDLE).await;
-            // An API server that does not answer is asked again.
+            // If the API server does not answer, poll again.
             let answers = objects.answers(Some(node)).await.unwrap_or_default();
             let next = answers.iter().find_map(|(_, asked, answer)| pending(asked.as_deref(), answer.as_deref()));
             if let Some(next) = next {
@@ -63,7 +63,7 @@ pub async fn clean_and_answer(client: Client, settings: &Settings, state: &State
     }
 }
 
-/// No new pods, then no new flows, then the rest; what fails keeps nothing else from being removed.
+/// First no new pods, then no new flows, then the rest; failures do not stop the other steps.
 fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
     let mut failures = Vec::new();
     let mut note = |what: &str, outcome: Result<(), String>| {
@@ -82,7 +82,7 @@ fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
     note("router address", remove_all(RouterAddress::open()));
     let run = settings.socket_path.parent().unwrap_or(Path::new("/run/cistern"));
     note("state", state.clear().map_err(|error| error.to_string()));
-    // Without the marker of this boot, the next agent looks which of the leases' pods still run.
+    // Without the marker of this boot, the next agent checks which of the leases' pods still exist.
     note("marker of this boot", BootMarker::new(run).clear().map_err(|error| error.to_string()));
     // The plugin is gone, and what the server removed at its end is gone already.
     let _ = std::fs::remove_file(&settings.socket_path);
@@ -90,7 +90,7 @@ fn clean(settings: &Settings, state: &StateDir) -> Vec<String> {
     failures
 }
 
-/// Deletes what a target holds.
+/// Deletes all entries of a target.
 fn remove_all<O: BlockingOperations>(target: Result<O, O::Error>) -> Result<(), String>
 where
     O::Error: std::fmt::Display,
@@ -105,19 +105,19 @@ where
 /// `cistern uninstall`
 #[derive(Debug, Clone, Args)]
 pub struct Options {
-    /// How long a node may take to answer, in seconds
+    /// Time allowed for the nodes to answer, in seconds
     #[arg(long, default_value = "120s", value_parser = seconds, value_name = "TIME")]
     timeout: Duration,
-    /// Go on without the nodes that do not answer, or could not be cleaned
+    /// Continue without the nodes that do not answer or report errors
     #[arg(long)]
     ignore_unanswered: bool,
-    /// Deployment of the operators, to be scaled to none when the nodes are clean
+    /// Deployment of the operators, to be scaled to zero when the nodes are clean
     #[arg(long, value_name = "NAME")]
     operator_deployment: Option<String>,
     /// Namespace of agents and operators
     #[arg(long, env = "CISTERN_K8S_NAMESPACE", default_value = "kube-system", value_name = "NAME")]
     k8s_namespace: String,
-    /// Kubeconfig file; without it the service account of the pod counts
+    /// Kubeconfig file; default: the pod's service account
     #[arg(long, value_name = "PATH")]
     k8s_kubeconfig_path: Option<PathBuf>,
 }
@@ -127,20 +127,20 @@ fn seconds(text: &str) -> Result<Duration, String> {
     number.map(Duration::from_secs).ok_or_else(|| "expected a number of seconds such as 120s".to_owned())
 }
 
-/// Between two looks at the answers.
+/// Polling interval of the answers.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Asks the agent of every CiliumNode to clean its node, waits for their answers, then ends the operators and removes
-/// what they keep. Prints each node as it answers.
+/// Requests the uninstallation from the agent of every CiliumNode, waits for their answers, then stops the operators
+/// and deletes their objects. Prints each node as it answers.
 ///
 /// # Errors
-/// The nodes that did not answer in time, or said what they could not remove; or the API server.
+/// The nodes that did not answer in time, or reported errors; or an error of the API server.
 pub async fn run(options: &Options) -> anyhow::Result<()> {
     let client = connect(options.k8s_kubeconfig_path.as_deref(), None).await?;
     let objects = Objects::new(client, &options.k8s_namespace);
     let request = format!("{:016x}", rand::random::<u64>());
     let deadline = Instant::now() + options.timeout;
-    let mut told: BTreeMap<String, Reply> = BTreeMap::new();
+    let mut replies: BTreeMap<String, Reply> = BTreeMap::new();
     let open = loop {
         let answers: Answers = objects.answers(None).await?;
         for (node, asked, answer) in &answers {
@@ -148,7 +148,7 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
                 objects.ask(node, &request).await?;
             }
             let now = reply(&request, answer.as_deref());
-            if now != Reply::None && told.insert(node.clone(), now.clone()).is_none() {
+            if now != Reply::None && replies.insert(node.clone(), now.clone()).is_none() {
                 match now {
                     Reply::Failed(why) => println!("{node}: not clean: {why}"),
                     _ => println!("{node}: clean"),
@@ -156,13 +156,13 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
             }
         }
         let open: Vec<String> =
-            answers.iter().map(|(node, _, _)| node.clone()).filter(|node| !told.contains_key(node)).collect();
+            answers.iter().map(|(node, _, _)| node.clone()).filter(|node| !replies.contains_key(node)).collect();
         if open.is_empty() || Instant::now() >= deadline {
             break open;
         }
         tokio::time::sleep(LOOK).await;
     };
-    let failed: Vec<String> = told
+    let failed: Vec<String> = replies
         .iter()
         .filter_map(|(node, reply)| match reply {
             Reply::Failed(why) => Some(format!("{node} ({why})")),
@@ -174,13 +174,13 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
         let nodes = failed.join(", ");
         anyhow::ensure!(
             options.ignore_unanswered,
-            "nodes that are not clean: {nodes}; the others are. Repeat it when they can answer, delete the CiliumNodes of \
-             nodes that are gone, or go on without them by --ignore-unanswered (uninstall.ignoreUnanswered=true)"
+            "nodes that are not clean: {nodes}; the others are. Repeat the command when they can answer, delete the CiliumNodes of \
+             deleted nodes, or continue without them by --ignore-unanswered (uninstall.ignoreUnanswered=true)"
         );
-        println!("going on without {nodes}");
+        println!("continuing without {nodes}");
     }
     objects.end_operators(options.operator_deployment.as_deref()).await?;
-    println!("operators ended, their Lease and records removed; CiliumNodes and their definition stay");
+    println!("operators stopped, their Lease and records deleted; CiliumNodes and their CRD remain");
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! Writing the agent's own CiliumNode, as merge patches of its own fields only.
+//! Writes the agent's own CiliumNode, as merge patches of its own fields only.
 
 use super::written::Written;
 use super::{AGENT, KubernetesError, write};
@@ -27,24 +27,23 @@ pub struct OwnNode {
     past: Mutex<Past>,
 }
 
-/// What was done to the agent's own object.
+/// Times of past writes to the agent's own object.
 #[derive(Debug, Default)]
 struct Past {
     written: Option<Written<OwnCiliumNode>>,
-    /// When the object was created last.
+    /// When the object was last created.
     made: Option<Instant>,
-    /// When its blocks were written last.
+    /// When its pod CIDRs were last written.
     listed: Option<Instant>,
 }
 
-/// The object is made at most this often: garbage collection deletes it at once while its owner is a Node that is gone,
-/// and this agent may not have heard of that yet. Blocks that somebody takes off its list are written there at most as
-/// often.
-const MADE_ANEW: Duration = Duration::from_secs(10);
+/// Minimum interval between creations of the object: garbage collection deletes it at once if its owner is a deleted
+/// Node, of which this agent may not know yet. Also for rewriting pod CIDRs that another client removed.
+const RECREATE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// How long it is until [`MADE_ANEW`] after a moment; none when that is over.
+/// The remaining time of [`RECREATE_INTERVAL`] since a moment, if any.
 fn too_soon(after: Option<Instant>) -> Option<Duration> {
-    let left = (after? + MADE_ANEW).checked_duration_since(Instant::now())?;
+    let left = (after? + RECREATE_INTERVAL).checked_duration_since(Instant::now())?;
     (!left.is_zero()).then_some(left)
 }
 
@@ -78,7 +77,7 @@ impl Operations for OwnNode {
         let snapshot = self.seen.peek();
         let row = snapshot.rows.get(name);
         let mut metadata = Map::from_iter([("name".to_owned(), json!(name))]);
-        // These rows may not tell yet of what was written last.
+        // The rows may not reflect the last write yet.
         let written = self
             .past()
             .written
@@ -93,7 +92,7 @@ impl Operations for OwnNode {
             Some(value) => (Some(&value.addresses), value.owner.as_ref()),
             None => (row.map(|row| &row.addresses), row.and_then(|row| row.owner.as_ref())),
         };
-        // Without a Node there is nothing to say about owners, and those that somebody else named stay.
+        // Without a Node the owner is unknown, and owner references of other writers are preserved.
         let owner_differs = value.owner.is_some() && known_owner != value.owner.as_ref();
         if known_addresses == Some(&value.addresses) && !owner_differs && list.is_none() {
             return Ok(());
@@ -113,7 +112,7 @@ impl Operations for OwnNode {
             metadata.insert("annotations".to_owned(), json!({cluster_pool::CLAIM: claim}));
         }
         let written = match row {
-            // One that was made a moment ago and is not told of yet is there.
+            // An object that was created just now may not be in the rows yet.
             None if !pending => {
                 if let Some(retry_after) = too_soon(self.past().made) {
                     return Err(KubernetesError::Vanished { kind: KIND, name: name.clone(), retry_after });
@@ -147,7 +146,7 @@ impl Operations for OwnNode {
                         if let Some(retry_after) = too_soon(self.past().listed) {
                             return Err(KubernetesError::TooSoon { kind: KIND, name: name.clone(), retry_after });
                         }
-                        // The operator may be giving it one at this moment.
+                        // The operator may be assigning one concurrently.
                         metadata.insert("resourceVersion".to_owned(), json!(row.resource_version));
                     }
                     spec.insert("ipam".to_owned(), json!({"podCIDRs": list.pod_cidrs}));
@@ -166,7 +165,7 @@ impl Operations for OwnNode {
     }
 
     async fn delete(&self, _name: &String) -> Result<(), KubernetesError> {
-        // The object goes with its Node; this agent never deletes it.
+        // The object is garbage-collected with its Node; the agent never deletes it.
         Ok(())
     }
 

@@ -40,7 +40,7 @@ pub async fn connect(kubeconfig: Option<&Path>, api_server: Option<&str>) -> Res
         config.cluster_url = server.parse().map_err(|e| error(format!("API server {server:?}: {e}")))?;
     }
     config.connect_timeout = Some(Duration::from_secs(5));
-    // Whoever calls waits, says for what, and tries again; what a layer below repeats nobody sees.
+    // Callers retry, and publish what they wait for; retries in the client would be invisible.
     config.default_retry = false;
     Client::try_from(config).map_err(|e| error(e.to_string()))
 }

@@ -1,14 +1,14 @@
-//! Kubernetes events out of the table of notices.
+//! Writes the table of notices as Kubernetes events.
 //!
-//! Events are for people who look now; nothing depends on one arriving. So each write has a budget, and a notice that cannot
-//! be written waits without anybody waiting for it:
+//! Events are informational; nothing depends on them. Each write therefore has a budget, and a notice that cannot be
+//! written does not block anything:
 //!
-//! * One event for each node and reason. When it happens again, `series.count` is patched: first after
-//!   [`NOTE_INTERVAL`], then at most every [`SERIES_INTERVAL`]. Another note of that reason makes a new event, no earlier.
-//! * One process writes [`BURST`] events at once, and then one every [`REFILL`].
-//! * An error that will not pass (no right to write events) is told of once for each notice, which is dropped.
+//! * There is one event per node and reason. Repetitions patch `series.count`: first after [`NOTE_INTERVAL`], then at
+//!   most every [`SERIES_INTERVAL`]. Another note for that reason creates a new event, at the same intervals.
+//! * A process may write [`BURST`] events at once, then one every [`REFILL`].
+//! * A permanent error (no permission to write events) is logged once per notice, which is dropped.
 //!
-//! Needs the verbs `create` and `patch` on `events` of `events.k8s.io`. Events of objects without namespace live in
+//! Requires the verbs `create` and `patch` on `events` of `events.k8s.io`. Events of cluster-scoped objects are in
 //! [`NAMESPACE`].
 
 use super::{KubernetesError, write};
@@ -28,37 +28,37 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
-/// The API server takes no other for what has no namespace.
+/// The only namespace that the API server accepts for cluster-scoped objects.
 pub const NAMESPACE: &str = "default";
 
-/// Between two patches of one event's count.
+/// Minimum interval between two patches of an event's count.
 pub const SERIES_INTERVAL: Duration = Duration::from_secs(300);
-/// Between two events about one node with one reason and different notes.
+/// Minimum interval between two events of a node with one reason and different notes.
 pub const NOTE_INTERVAL: Duration = Duration::from_secs(60);
-/// Events that may be written at once.
+/// Burst size.
 pub const BURST: u32 = 25;
-/// After a burst, one more write is allowed each time this has passed.
+/// After a burst, the interval at which further writes are allowed.
 pub const REFILL: Duration = Duration::from_secs(10);
-/// An error that may pass is tried again after this long, doubled each time up to [`SERIES_INTERVAL`].
+/// Initial delay before retrying a transient error, doubled each time up to [`SERIES_INTERVAL`].
 const RETRY: Duration = Duration::from_secs(5);
 
 const KIND: &str = "Event";
 
-/// The API server's bounds.
+/// Limits of the API server.
 const LONGEST_NOTE: usize = 1024;
 const LONGEST_INSTANCE: usize = 128;
 const LONGEST_NAME: usize = 253;
 
-/// Who writes.
+/// The reporter in events.
 #[derive(Debug, Clone)]
 pub struct Reporter {
     /// [`super::AGENT`] or [`super::OPERATOR`].
     pub controller: &'static str,
-    /// Which one of them.
+    /// Name of the instance.
     pub instance: String,
 }
 
-/// What is known of a notice that was written, or tried.
+/// State of a notice that was written, or tried.
 #[derive(Debug, Default)]
 struct Written {
     /// Name of the event; empty before the first one.
@@ -70,7 +70,7 @@ struct Written {
     not_before: Duration,
 }
 
-/// What is to be done for a row.
+/// The next action for a row.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
     Create,
@@ -82,12 +82,12 @@ struct Writer {
     reporter: Reporter,
     clock: Clock,
     written: BTreeMap<NoticeKey, Written>,
-    /// Writes that are allowed now, and since when that number is right.
+    /// Number of writes allowed now, and the time of this value.
     allowed: u32,
     refilled: Duration,
 }
 
-/// Writes until cancelled. Events are about the objects of `objects`; a notice waits until its node's object exists.
+/// Writes until cancelled. Events refer to objects of `objects`; a notice waits until its node's object exists.
 pub async fn run(
     client: Client,
     reporter: Reporter,
@@ -105,10 +105,10 @@ pub async fn run(
         refilled: clock.monotonic(),
     };
     loop {
-        let (told, known) = (notices.snapshot(), objects.snapshot());
+        let (rows, known) = (notices.snapshot(), objects.snapshot());
         let pause = tokio::select! {
             () = cancel.cancelled() => return,
-            pause = writer.pass(&told.rows, &known.rows) => pause,
+            pause = writer.pass(&rows.rows, &known.rows) => pause,
         };
         tokio::select! {
             () = cancel.cancelled() => return,
@@ -120,7 +120,7 @@ pub async fn run(
 }
 
 impl Writer {
-    /// Writes what is due and allowed; answers when something is due next.
+    /// Writes what is due and allowed; returns when the next write is due.
     async fn pass(
         &mut self,
         notices: &Rows<NoticeKey, Notice>,
@@ -138,7 +138,7 @@ impl Writer {
                 Ok(()) => self.write(key, notice, &object.uid, &step).await,
                 Err(at) => next = Some(next.map_or(at, |next| next.min(at))),
             }
-            // What was just written, or failed, may be due again.
+            // Rows just written, or failed, may be due again.
             if let Some(written) = self.written.get(key)
                 && self::step(Some(written), notice).is_some()
             {
@@ -148,7 +148,7 @@ impl Writer {
         next.map(|at| at.saturating_sub(self.clock.monotonic()).max(Duration::from_millis(100)))
     }
 
-    /// Takes one write out of the budget, or says when there is one.
+    /// Takes a write from the budget, or returns when one will be available.
     fn take(&mut self, now: Duration) -> Result<(), Duration> {
         let earned = u32::try_from(now.saturating_sub(self.refilled).as_secs() / REFILL.as_secs()).unwrap_or(BURST);
         if self.allowed.saturating_add(earned) >= BURST {
@@ -192,7 +192,7 @@ impl Writer {
                     Step::Count => done(SERIES_INTERVAL),
                 }
             }
-            // Events go by themselves after an hour: the next time is a new one.
+            // Events expire after an hour; then a new one is created.
             Err(error) if error.is_not_found() && *step == Step::Count => {
                 Written { not_before: now, ..Written::default() }
             }
@@ -242,14 +242,14 @@ impl Writer {
         };
         let params = PostParams { field_manager: Some(self.reporter.controller.to_owned()), ..PostParams::default() };
         match write("create", KIND, name, self.api.create(&params, &event)).await {
-            // An earlier try arrived without an answer.
+            // An earlier attempt succeeded without an answer.
             Err(error) if error.is_conflict() => Ok(()),
             outcome => outcome.map(|_| ()),
         }
     }
 
     async fn count(&self, notice: &Notice, name: &str) -> Result<(), KubernetesError> {
-        // The API server takes a count from 2 on, and no change of any other field.
+        // The API server accepts counts from 2 on, and no change of other fields.
         let count = i32::try_from(notice.count).unwrap_or(i32::MAX);
         let patch = json!({"series": {"count": count, "lastObservedTime": MicroTime(notice.last)}});
         let params = PatchParams { field_manager: Some(self.reporter.controller.to_owned()), ..PatchParams::default() };
@@ -257,7 +257,7 @@ impl Writer {
     }
 }
 
-/// What a row asks for, whenever it is due.
+/// The next action for a row, whenever it is due.
 fn step(written: Option<&Written>, notice: &Notice) -> Option<Step> {
     match written.and_then(|written| written.notice.as_ref()) {
         Some(before) if before.note == notice.note && before.first == notice.first => {
@@ -267,14 +267,14 @@ fn step(written: Option<&Written>, notice: &Notice) -> Option<Step> {
     }
 }
 
-/// The same for the same notice, so that a try that arrived without an answer is not repeated.
+/// Deterministic per notice, so that a repeated attempt does not create a second event.
 fn event_name((node, reason): &NoticeKey, notice: &Notice) -> String {
     let suffix = format!(".{}.{:x}", reason.name().to_lowercase(), notice.first.as_nanosecond());
     let node = cut(node, LONGEST_NAME.saturating_sub(suffix.len()));
     format!("{}{suffix}", node.trim_end_matches(['.', '-']))
 }
 
-/// At most so many bytes, whole characters.
+/// Truncates to a number of bytes at a character boundary.
 fn cut(text: &str, longest: usize) -> &str {
     let end = (0..=longest.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or_default();
     text.get(..end).unwrap_or_default()

@@ -1,4 +1,4 @@
-//! Taking part in the leader election.
+//! Leader election.
 
 use super::{KubernetesError, write};
 use crate::clock::Clock;
@@ -23,34 +23,34 @@ const KIND: &str = "Lease";
 /// Name of the wait for the election.
 pub const WAIT: &str = "leader election";
 
-/// Which election, and as whom.
+/// Parameters of an election.
 #[derive(Debug, Clone)]
 pub struct Election {
     /// Namespace of the Lease.
     pub namespace: String,
-    /// Name of this process among the candidates; no two processes share it, not even one and its successor.
+    /// Name of this process among the candidates; unique, even across restarts.
     pub identity: String,
-    /// How long things last.
+    /// Durations.
     pub timings: Timings,
 }
 
-/// What is known of the election.
+/// State of the election.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LeaderRow {
-    /// This process leads.
+    /// This process is the leader.
     pub leading: bool,
-    /// Who leads, as last seen.
+    /// The leader, as last observed.
     pub holder: Option<String>,
 }
 
-/// Ends of the election towards whoever runs what only a leader may run.
+/// Channels between the election and the leader's tasks.
 pub struct Scope {
-    /// The moment at which every write of the leader must have ended; none while another process leads.
+    /// The time by which every write of the leader must have completed; `None` while another process leads.
     pub until: watch::Sender<Option<Instant>>,
-    /// True while something of the leader's still runs. No new claim is made before it has ended.
+    /// True while tasks of the leader are running. No new claim is made before they have ended.
     pub busy: watch::Receiver<bool>,
-    /// The last moment at which there was reason to believe that what earlier leaders wrote may be lost: the Lease went
-    /// back to an older version or vanished, as after the restore of a backup, or nobody had renewed it for long.
+    /// When writes of earlier leaders were last suspected to be lost: the Lease went back to an older version or was
+    /// deleted, as after the restore of a backup, or had not been renewed for long.
     pub doubt: watch::Sender<Option<Instant>>,
 }
 
@@ -59,12 +59,12 @@ struct Candidate {
     election: Election,
     clock: Clock,
     observed: Option<(Observation, Option<Lease>)>,
-    /// The monotonic moment before the last successful write was sent, while leading.
+    /// The monotonic time before the last successful write was sent, while leading.
     leading: Option<Duration>,
     doubt: watch::Sender<Option<Instant>>,
 }
 
-/// Takes part until cancelled, then lets the Lease go if nothing of the leader's runs any more.
+/// Takes part until cancelled, then releases the Lease if no task of the leader is running.
 pub async fn run(
     client: Client,
     election: Election,
@@ -82,7 +82,7 @@ pub async fn run(
         scope.until.send_if_modified(|current| std::mem::replace(current, until) != until);
         view.publish(BTreeMap::from([((), this.row())]));
         if this.leading.is_none() && *scope.busy.borrow_and_update() {
-            // Stepped down: what the leader ran must have ended before another claim.
+            // Stepped down: the leader's tasks must have ended before another claim.
             tokio::select! {
                 biased;
                 () = cancel.cancelled() => break,
@@ -107,10 +107,10 @@ impl Candidate {
         LeaderRow { leading: self.leading.is_some(), holder: holder.filter(|holder| !holder.is_empty()) }
     }
 
-    /// One look and at most one write; answers how long to wait.
+    /// One observation and at most one write; returns how long to wait.
     async fn step(&mut self, scope: &Scope, waits: &Waits) -> Duration {
         let retry = self.election.timings.retry_period();
-        // A leader knows the object from its own last write; a write that fails makes it look again.
+        // A leader knows the object from its own last write; after a failed write it reads it again.
         if (self.leading.is_none() || self.observed.is_none())
             && let Err(error) = self.look().await
         {
@@ -121,7 +121,7 @@ impl Candidate {
         }
         let now = self.clock.monotonic();
         let Some((observed, object)) = &self.observed else {
-            // A leader that cannot look goes on to its deadline and no further.
+            // A leader that cannot read the Lease continues until its deadline.
             return self.deadline_or(retry, now);
         };
         match evaluate(observed, &self.election.identity, self.leading, &self.election.timings, now) {
@@ -158,8 +158,8 @@ impl Candidate {
         }
     }
 
-    /// Whether nobody renewed the Lease for longer than a change of leaders takes, by the wall clocks. Clocks that differ
-    /// make new nodes wait a little, or not; nothing else hangs on it.
+    /// Whether the Lease has not been renewed for longer than a change of leaders takes, by the wall clocks. If clocks
+    /// differ, new nodes wait a little, or not; there are no other consequences.
     fn is_deserted(&self, lease: &Lease) -> bool {
         let renewed = lease.spec.as_ref().and_then(|spec| spec.renew_time.as_ref());
         let longest = self.election.timings.duration() + 2 * self.election.timings.retry_period();
@@ -180,7 +180,7 @@ impl Candidate {
 
     async fn look(&mut self) -> Result<(), KubernetesError> {
         let object = write("get", KIND, LEASE_NAME, self.api.get_opt(LEASE_NAME)).await?;
-        // What this process wrote itself needs no such look: its clock may have been set back.
+        // This process's own writes need no such check: its clock may have been set back.
         if let Some((_, Some(last))) = &self.observed
             && object.as_ref().is_none_or(|object| is_older(object, last))
         {
@@ -236,7 +236,7 @@ impl Candidate {
             }
             Err(error) => {
                 waits.begin(WAIT, error.to_string(), Some(self.election.timings.retry_period()));
-                // It may have arrived, or somebody else's did: the next step looks at the object again.
+                // This write or another client's may have succeeded: the next step reads the object again.
                 if let Err(error) = self.look().await {
                     tracing::debug!(%error, "lease not read after a failed write");
                 }
@@ -244,7 +244,7 @@ impl Candidate {
         }
     }
 
-    /// Lets the Lease go, so that the next leader need not wait for its end.
+    /// Releases the Lease, so that the next leader need not wait for its expiry.
     async fn release(&mut self) {
         let Some((_, Some(mut lease))) = self.observed.take() else { return };
         if let Some(spec) = lease.spec.as_mut() {
@@ -260,15 +260,15 @@ impl Candidate {
     }
 }
 
-/// Whether a Lease says what one said before another that was seen. The version alone does not tell: a server that is
-/// restored from a backup may be told to go on with higher versions (`etcdutl snapshot restore --bump-revision`).
+/// Whether a Lease is an earlier state of another one. The version does not tell: a server may be restored from a
+/// backup with higher versions (`etcdutl snapshot restore --bump-revision`).
 fn is_older(lease: &Lease, last: &Lease) -> bool {
     let version = |lease: &Lease| lease.resource_version()?.parse::<u64>().ok();
     let spec = |lease: &Lease| lease.spec.clone().unwrap_or_default();
     let (now, then) = (spec(lease), spec(last));
     version(lease) < version(last)
         || now.lease_transitions < then.lease_transitions
-        // Clocks of two holders may differ.
+        // The clocks of two holders may differ.
         || (now.holder_identity == then.holder_identity && now.renew_time < then.renew_time)
 }
 
@@ -303,7 +303,7 @@ mod tests {
         assert!(is_older(&lease("300", "a", 4, "2026-01-02T03:04:05Z"), &last));
         assert!(is_older(&lease("1000000700", "a", 4, "2026-01-02T02:00:00Z"), &last));
         assert!(is_older(&lease("1000000700", "b", 3, "2026-01-02T04:00:00Z"), &last));
-        // The clock of the next holder may be behind.
+        // The next holder's clock may be behind.
         assert!(!is_older(&lease("702", "b", 5, "2026-01-02T03:04:01Z"), &last));
     }
 }

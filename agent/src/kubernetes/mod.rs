@@ -24,27 +24,27 @@ use std::time::Duration;
 use tokio::sync::watch as channel;
 use tokio::time::Instant;
 
-/// How long a write may take. Shorter than what is left of a leader's Lease when it renews, so that no write of a
-/// former leader arrives after a new one has begun (`ipam` decision 14).
+/// Timeout of a write. Shorter than what is left of a leader's Lease when it is renewed, so that no write of a former
+/// leader arrives after a new one has started (`ipam` decision 14).
 pub const WRITE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Who writes: the field manager recorded in `metadata.managedFields`.
+/// Field manager of the agent's writes, recorded in `metadata.managedFields`.
 pub const AGENT: &str = "cistern-agent";
 /// See [`AGENT`].
 pub const OPERATOR: &str = "cistern-operator";
 
-/// A call to the API server that failed.
+/// A failed call to the API server.
 #[derive(Debug, thiserror::Error)]
 pub enum KubernetesError {
-    /// There is no usable configuration for reaching the API server.
+    /// There is no usable configuration for the API server.
     #[error("kubeconfig {path}: {reason}; expected a kubeconfig file, or a service account inside a pod")]
     Config {
         /// The file, or `in-cluster`.
         path: String,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
-    /// The API server refused, or could not be reached.
+    /// The API server rejected the call, or could not be reached.
     #[error("{verb} {kind} {name}: {}", reason(source))]
     Call {
         /// `create`, `patch`, `list` …
@@ -65,11 +65,11 @@ pub enum KubernetesError {
         kind: &'static str,
         /// Name of the object.
         name: String,
-        /// How long was waited.
+        /// The timeout.
         timeout: Duration,
     },
-    /// Another process leads; nothing was written.
-    #[error("{verb} {kind} {name}: not written, this process does not lead any more")]
+    /// Another process is the leader; nothing was written.
+    #[error("{verb} {kind} {name}: not written, because this process is no longer the leader")]
     NotLeader {
         /// `create`, `patch` …
         verb: &'static str,
@@ -78,7 +78,7 @@ pub enum KubernetesError {
         /// Name of the object.
         name: String,
     },
-    /// An object cannot be read as it is now; nothing was written.
+    /// An object is currently invalid; nothing was written.
     #[error(
         "patch {kind} {name}: not written, the object cannot be read: {reason}; expected a form of its kind that this version knows"
     )]
@@ -87,10 +87,10 @@ pub enum KubernetesError {
         kind: &'static str,
         /// Name of the object.
         name: String,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
-    /// An object that was made a moment ago is gone; nothing was written.
+    /// An object that was created recently has been deleted; nothing was written.
     #[error(
         "create {kind} {name}: the one that was made a moment ago is gone, perhaps with an owner that does not exist any \
          more; it is made again in {} s",
@@ -101,23 +101,23 @@ pub enum KubernetesError {
         kind: &'static str,
         /// Name of the object.
         name: String,
-        /// When it may be made again.
+        /// When it may be recreated.
         retry_after: Duration,
     },
-    /// The blocks of an object were written a moment ago; nothing was written.
-    #[error("patch {kind} {name}: its blocks were written a moment ago; they are written again in {} s", retry_after.as_secs())]
+    /// The pod CIDRs of an object were written recently; nothing was written.
+    #[error("patch {kind} {name}: its pod CIDRs were written recently; the next write is in {} s", retry_after.as_secs())]
     TooSoon {
         /// Kind of the object.
         kind: &'static str,
         /// Name of the object.
         name: String,
-        /// When it may be written again.
+        /// When they may be written again.
         retry_after: Duration,
     },
 }
 
 impl KubernetesError {
-    /// The HTTP status, when the API server answered with one.
+    /// The HTTP status, if the API server answered.
     #[must_use]
     pub fn status(&self) -> Option<u16> {
         match self {
@@ -129,13 +129,13 @@ impl KubernetesError {
         }
     }
 
-    /// The object does not exist, or its kind does not.
+    /// The object or its kind does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         self.status() == Some(404)
     }
 
-    /// The object exists already, or changed since it was read.
+    /// The object exists already, or was changed since it was read.
     #[must_use]
     pub fn is_conflict(&self) -> bool {
         self.status() == Some(409)
@@ -159,7 +159,7 @@ impl Classify for KubernetesError {
                             .filter(|details| details.retry_after_seconds > 0)
                             .map(|details| Duration::from_secs(u64::from(details.retry_after_seconds))),
                     },
-                    // The object or the caller's rights are wrong; somebody must act.
+                    // The object or the caller's permissions are wrong; retrying does not help.
                     400 | 401 | 403 | 405 | 413 | 415 | 422 => ErrorClass::Permanent,
                     _ => ErrorClass::Transient,
                 },
@@ -185,7 +185,7 @@ pub(crate) fn causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// What the API server said where it said something; else the error with all its causes.
+/// The API server's message if there is one; else the error with all its causes.
 fn reason(error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) => format!("{} ({})", status.message, status.code),
@@ -193,7 +193,7 @@ fn reason(error: &kube::Error) -> String {
     }
 }
 
-/// Runs one call under [`WRITE_TIMEOUT`] and says what it was when it fails.
+/// Runs a call under [`WRITE_TIMEOUT`], and describes it if it fails.
 pub(crate) async fn write<T>(
     verb: &'static str,
     kind: &'static str,
@@ -219,7 +219,7 @@ async fn within<T>(
     outcome
 }
 
-/// Counts a call by its result in one word.
+/// Counts a call by its result.
 fn count<T>(verb: &str, kind: &str, outcome: &Result<T, KubernetesError>) {
     let result = match outcome {
         Ok(_) => "ok".to_owned(),
@@ -230,24 +230,25 @@ fn count<T>(verb: &str, kind: &str, outcome: &Result<T, KubernetesError>) {
     metrics::kubernetes_call(&verb.trim_end_matches(" of").replace(' ', "-"), kind, &result);
 }
 
-/// Until when this process may write as leader; checked again at every write.
+/// Until when this process may write as leader; checked for every write.
 #[derive(Debug, Clone)]
 pub struct Leadership(channel::Receiver<Option<Instant>>);
 
 impl Leadership {
-    /// Follows a leader election: the moment at which every write must have ended, none while another leads.
+    /// Follows a leader election: the time by which every write must have completed; `None` while another process
+    /// leads.
     #[must_use]
     pub fn new(receiver: channel::Receiver<Option<Instant>>) -> Self {
         Self(receiver)
     }
 
-    /// Whether this process leads now.
+    /// Whether this process is the leader now.
     #[must_use]
     pub fn leads(&self) -> bool {
         self.0.borrow().is_some_and(|until| until > Instant::now())
     }
 
-    /// Runs one write if this process leads, and ends it before another process can.
+    /// Runs a write if this process is the leader, and cancels it before another process can be.
     pub(crate) async fn write<T>(
         &self,
         verb: &'static str,

@@ -1,4 +1,4 @@
-//! Writing annotations of the own Node (`annotate-k8s-node`).
+//! Writes annotations of the own Node (`annotate-k8s-node`).
 
 use super::{AGENT, KubernetesError, write};
 use crate::reconciler::Operations;
@@ -11,7 +11,7 @@ use kube::{Api, Client};
 use serde_json::json;
 use std::collections::BTreeMap;
 
-/// The network annotations of this agent's Node. Others that the Node carries are left alone.
+/// The network annotations of this agent's Node. Others are not changed.
 #[derive(Debug)]
 pub struct Annotations {
     api: Api<Node>,
@@ -19,7 +19,7 @@ pub struct Annotations {
 }
 
 impl Annotations {
-    /// Writes the Nodes that `seen` lists, and reads them back from there.
+    /// Writes Nodes, and reads them back from `seen`.
     #[must_use]
     pub fn new(client: Client, seen: Reader<String, NodeRow>) -> Self {
         Self { api: Api::all(client), seen: seen.into() }

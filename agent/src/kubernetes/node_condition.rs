@@ -1,7 +1,7 @@
-//! The condition of a Node that says whether its agent serves pods.
+//! The Node condition that reports whether the agent serves pods.
 //!
-//! It lives on the Node and not on the CiliumNode: the CRD of Cilium has no conditions there, and an API server with that
-//! CRD would drop them without a word. Needs the verb `patch` on `nodes/status`.
+//! It is on the Node and not on the CiliumNode, because Cilium's CRD has no conditions and would prune them silently.
+//! Requires the verb `patch` on `nodes/status`.
 
 use super::{AGENT, KubernetesError, write};
 use crate::clock::Clock;
@@ -28,7 +28,7 @@ pub struct NodeConditions {
     name: String,
     seen: Watched<String, NodeRow>,
     clock: Clock,
-    /// What was written, and when it came into that state: the watch may show it later.
+    /// The condition last written, and its transition time: the watch may report it later.
     written: Mutex<Option<(NodeCondition, Timestamp)>>,
 }
 
@@ -43,7 +43,7 @@ impl NodeConditions {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The condition as it is, and when it came into that state.
+    /// The current condition, and its transition time.
     async fn known(&self) -> Option<(NodeCondition, Timestamp)> {
         let snapshot = self.seen.synced().await;
         self.written().clone().or_else(|| snapshot.rows.get(&self.name)?.condition.clone())
@@ -78,7 +78,7 @@ impl Operations for NodeConditions {
                 *self.written() = Some((value.clone(), since));
                 Ok(())
             }
-            // An agent may be there before kubelet has registered its Node; the next full pass finds it.
+            // The agent may run before kubelet has registered its Node; the next full pass retries.
             Err(error) if error.is_not_found() => Ok(()),
             Err(error) => Err(error),
         }
@@ -89,7 +89,7 @@ impl Operations for NodeConditions {
     }
 
     async fn observe(&self) -> Result<BTreeMap<String, NodeCondition>, KubernetesError> {
-        // What was written before may have been lost with the Node; the watch has shown it by now.
+        // The previous condition may have been deleted with the Node.
         *self.written() = None;
         Ok(self.known().await.map(|(condition, _)| (self.name.clone(), condition)).into_iter().collect())
     }

@@ -1,4 +1,4 @@
-//! Deleting CiliumNodes whose Node is gone.
+//! Deletes CiliumNodes whose Node was deleted.
 
 use super::{KubernetesError, Leadership};
 use crate::reconciler::Operations;
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 const KIND: &str = "CiliumNode";
 
-/// CiliumNodes whose Node is gone; deletes only while this process leads.
+/// CiliumNodes whose Node was deleted; deletes only while this process leads.
 #[derive(Debug)]
 pub struct Orphans {
     api: Api<CiliumNode>,
@@ -26,7 +26,7 @@ impl Orphans {
 
 impl Operations for Orphans {
     type Key = String;
-    /// UID of the object: one of the same name that was made since is another one and stays.
+    /// UID of the object, because one of the same name may have been created since.
     type Value = String;
     type Error = KubernetesError;
 
@@ -40,7 +40,7 @@ impl Operations for Orphans {
                 tracing::info!(node = name, "CiliumNode deleted: its Node is gone");
                 Ok(())
             }
-            // Gone already, or another object of that name by now.
+            // Deleted already, or recreated.
             Err(error) if error.is_not_found() || error.is_conflict() => Ok(()),
             Err(error) => Err(error),
         }

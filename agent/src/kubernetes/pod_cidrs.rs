@@ -1,4 +1,4 @@
-//! Writing CiliumNodes as operator: pod CIDRs and verdicts of every node, as merge patches of these fields only.
+//! Writes pod CIDRs and verdicts to CiliumNodes as operator, as merge patches of these fields only.
 
 use super::written::Written;
 use super::{KubernetesError, Leadership, OPERATOR};
@@ -26,7 +26,7 @@ pub struct PodCidrs {
 }
 
 impl PodCidrs {
-    /// Writes the objects that `seen` lists.
+    /// Writes the objects in `seen`.
     #[must_use]
     pub fn new(client: Client, seen: Reader<String, CiliumNodeRow>, leadership: Leadership) -> Self {
         Self { api: Api::all(client), seen: seen.into(), leadership, written: Mutex::default() }
@@ -36,11 +36,11 @@ impl PodCidrs {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes what differs from `row`; answers the object if anything does.
+    /// Writes the differences from `row`; returns the object if there are any.
     ///
-    /// The annotation of a verdict comes before its text, so that no agent finds a text whose code it cannot know. A refusal
-    /// that is withdrawn goes the other way: without its text the annotation is no verdict, and a text without annotation
-    /// would be taken for one of the release before.
+    /// The annotation of a verdict is written before its text, so that no agent finds a text without its code. A
+    /// withdrawn refusal is removed in reverse order: without its text the annotation is not in force, while a text
+    /// without annotation would be taken for one of the previous release.
     async fn write(
         &self,
         name: &str,
@@ -51,7 +51,7 @@ impl PodCidrs {
         let is_listed = value.pod_cidrs == row.pod_cidrs
             && value.claim == row.claim
             && value.verdict_annotation == row.verdict_annotation;
-        // The precondition is what the plan was made from: nobody else wrote this node's list since.
+        // Precondition: the version that the plan was made from.
         let mut version = row.resource_version.clone();
         let mut answer = None;
         if !has_text && value.withdraws_refusal {
@@ -102,13 +102,13 @@ impl Operations for PodCidrs {
 
     async fn update(&self, name: &String, value: &CiliumNodeIpam) -> Result<(), KubernetesError> {
         let snapshot = self.seen.peek();
-        // Deleted since it was planned: nothing to write (`ipam` 2.2.9). Changed since: the plan that knows of it follows.
+        // Deleted since it was planned: nothing to write (`ipam` 2.2.9). Changed since: another plan follows.
         let Some(row) =
             snapshot.rows.get(name).filter(|row| row.uid == value.uid && row.resource_version == value.planned_from)
         else {
             return Ok(());
         };
-        // So does the one that knows of what was written here last.
+        // Another plan also follows if the rows do not reflect the last write yet.
         if self.written().get(name).is_some_and(|written| written.is_newer_than(&snapshot)) {
             return Ok(());
         }
@@ -124,7 +124,7 @@ impl Operations for PodCidrs {
     }
 
     async fn delete(&self, name: &String) -> Result<(), KubernetesError> {
-        // A row that left the plan is an object that is gone; blocks are never taken from one that exists.
+        // A row is only removed from the plan if its object was deleted; existing objects keep their pod CIDRs.
         self.written().remove(name);
         Ok(())
     }
@@ -159,7 +159,7 @@ impl Operations for PodCidrs {
     }
 }
 
-/// The text of a verdict, for the object at `version` alone where one is given.
+/// The text of a verdict, for the given version of the object only, if there is one.
 fn error_patch(value: &CiliumNodeIpam, version: Option<&str>) -> Value {
     let status = json!({"ipam": {"operator-status": {"error": value.error.as_deref().unwrap_or_default()}}});
     match version {

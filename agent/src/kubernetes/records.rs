@@ -1,4 +1,4 @@
-//! The operator's ConfigMap: what outlives a leader (`ipam` decision 13).
+//! The operator's ConfigMap: state that outlives a leader (`ipam` decision 13).
 
 use super::{KubernetesError, Leadership, OPERATOR, write};
 use cistern_core::ipam::cluster::cluster_pool::Records;
@@ -19,12 +19,14 @@ pub enum RecordsError {
     /// The API server failed.
     #[error(transparent)]
     Kubernetes(#[from] KubernetesError),
-    /// What it holds cannot be read or written. It may name blocks that are in use, so nothing is planned without it.
-    #[error("ConfigMap {namespace}/{CONFIG_MAP}: {reason}; no block is given until somebody repairs or deletes it")]
+    /// Its content is invalid or cannot be written. It may contain pod CIDRs in use, so nothing is planned without it.
+    #[error(
+        "ConfigMap {namespace}/{CONFIG_MAP}: {reason}; no pod CIDR is allocated until an administrator repairs or deletes it"
+    )]
     Content {
-        /// Where it is.
+        /// Its namespace.
         namespace: String,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
 }
@@ -32,25 +34,24 @@ pub enum RecordsError {
 /// Why records were not replaced.
 #[derive(Debug, thiserror::Error)]
 pub enum WriteError {
-    /// Nothing changed, or what changed is not known.
+    /// Nothing was written, or the result is unknown.
     #[error(transparent)]
     Failed(#[from] RecordsError),
-    /// Somebody else's records are there: another leader's, or those of a backup. Whatever was planned without them is
-    /// void.
-    #[error("ConfigMap {CONFIG_MAP} was changed by somebody else")]
+    /// The records were replaced by another leader or from a backup. Plans made without them are void.
+    #[error("ConfigMap {CONFIG_MAP} was changed by another client")]
     Replaced(Records),
 }
 
 /// Reads and writes the ConfigMap; writes only while this process leads.
 ///
-/// A write replaces exactly the records that this store last saw. So of two processes that both believe to lead, one
-/// learns of the other here, before any node hears of what it planned.
+/// A write replaces exactly the records that this store last saw. If two processes both believe to be leader, one of
+/// them fails here, before it writes to any node.
 #[derive(Debug)]
 pub struct RecordStore {
     api: Api<ConfigMap>,
     namespace: String,
     leadership: Leadership,
-    /// Resource version that the next write replaces, and what it holds; no version while the object does not exist.
+    /// Resource version that the next write replaces, and its content; no version if the object does not exist.
     seen: (Option<String>, Records),
 }
 
@@ -61,7 +62,7 @@ impl RecordStore {
         Self { api: Api::namespaced(client, &namespace), namespace, leadership, seen: (None, Records::default()) }
     }
 
-    /// What is recorded; empty without the object.
+    /// Reads the records; empty if the object does not exist.
     ///
     /// # Errors
     /// See [`RecordsError`].
@@ -74,7 +75,7 @@ impl RecordStore {
         Ok(records)
     }
 
-    /// Replaces what is recorded, provided that nobody else changed it since it was read or written here.
+    /// Replaces the records, provided that no other client changed them since they were read or written here.
     ///
     /// # Errors
     /// See [`WriteError`].
@@ -104,7 +105,7 @@ impl RecordStore {
                 Ok(())
             }
             Err(error) => {
-                // The write may have arrived in spite of the error: only what is read again can be replaced.
+                // The write may have succeeded in spite of the error: only what is read again can be replaced.
                 let before = self.seen.1.clone();
                 let now = self.read().await?;
                 if now == *records {

@@ -1,4 +1,4 @@
-//! The objects that an uninstall works with.
+//! API objects of an uninstall.
 
 use super::lease::LEASE_NAME;
 use super::records::CONFIG_MAP;
@@ -13,10 +13,10 @@ use kube::{Api, Client, ResourceExt};
 use serde_json::json;
 use std::time::Duration;
 
-/// Name of each CiliumNode, with what it is asked and what it answered.
+/// Name of each CiliumNode, with its request and answer.
 pub type Answers = Vec<(String, Option<String>, Option<String>)>;
 
-/// CiliumNodes, and what operators keep in their namespace.
+/// CiliumNodes, and the operators' objects in their namespace.
 pub struct Objects {
     nodes: Api<CiliumNode>,
     deployments: Api<Deployment>,
@@ -24,7 +24,7 @@ pub struct Objects {
     config_maps: Api<ConfigMap>,
 }
 
-/// An operator that was told to end lets its Lease go within this time.
+/// Time within which a terminating operator releases its Lease.
 const OPERATOR_END: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -40,10 +40,10 @@ impl Objects {
         }
     }
 
-    /// What each node (or this one) was asked and answered; none where the kind is not known.
+    /// Requests and answers of each node (or this one); `None` if the kind is not installed.
     ///
     /// # Errors
-    /// When the API server does not answer.
+    /// The API server does not answer.
     pub async fn answers(&self, node: Option<&str>) -> Result<Answers, KubernetesError> {
         let field_selector = node.map(|node| format!("metadata.name={node}"));
         let params = ListParams { field_selector, ..ListParams::default() };
@@ -59,32 +59,32 @@ impl Objects {
         let patch = json!({"metadata": {"annotations": {key: value}}});
         let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
         match write("patch", "CiliumNode", node, self.nodes.patch(node, &params, &Patch::Merge(&patch))).await {
-            // Its Node is gone, and so is whatever was on it.
+            // Its Node was deleted, with everything on it.
             Err(error) if error.is_not_found() => Ok(()),
             outcome => outcome.map(drop),
         }
     }
 
-    /// Asks a node.
+    /// Writes the request to a node.
     ///
     /// # Errors
-    /// When the API server refuses.
+    /// The API server rejects it.
     pub async fn ask(&self, node: &str, request: &str) -> Result<(), KubernetesError> {
         self.annotate(node, REQUEST, request).await
     }
 
-    /// Answers for a node.
+    /// Writes a node's answer.
     ///
     /// # Errors
-    /// When the API server refuses.
+    /// The API server rejects it.
     pub async fn answer(&self, node: &str, request: &str, failures: &[String]) -> Result<(), KubernetesError> {
         self.annotate(node, ANSWER, &answer(request, failures)).await
     }
 
-    /// Scales a Deployment of operators to none, waits until nobody leads, and removes the Lease and the records.
+    /// Scales the operators' Deployment to zero, waits until there is no leader, and deletes the Lease and the records.
     ///
     /// # Errors
-    /// When the API server refuses.
+    /// The API server rejects it.
     pub async fn end_operators(&self, deployment: Option<&str>) -> Result<(), KubernetesError> {
         if let Some(name) = deployment {
             let patch = json!({"spec": {"replicas": 0}});

@@ -1,4 +1,4 @@
-//! API objects into rows. API structs stop here.
+//! Conversion of API objects to rows. API types are not used beyond this module.
 
 use super::node_condition;
 use super::watch::{View, ViewError};
@@ -14,21 +14,22 @@ use kube::ResourceExt;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-/// Nodes. One that cannot be read is as it was, or left out: nothing is taken from pods for want of a Node.
+/// Nodes. If one is invalid, its previous row is kept, or it is omitted: pods must not lose anything for want of a
+/// Node.
 #[must_use]
 pub fn nodes() -> View<Node, NodeRow> {
     View { read: Box::new(node), unreadable: Box::new(|kept, _, _| kept) }
 }
 
-/// CiliumNodes. One that cannot be read is there all the same: who has which block is known without it, and no leader may
+/// CiliumNodes. An invalid one keeps a row: the owner of its pod CIDRs is known from the records, and leaders must not
 /// take it for deleted.
 #[must_use]
 pub fn cilium_nodes() -> View<CiliumNode, CiliumNodeRow> {
     View { read: Box::new(cilium_node), unreadable: Box::new(unreadable_cilium_node) }
 }
 
-/// CiliumNodes as the agent of the node `own` needs them. Of the others it keeps what it acts on or explains: most writes of
-/// an object change nothing of that, and such an event among thousands of nodes ends here, without a change of the table.
+/// CiliumNodes for the agent of node `own`. Of others it only keeps what the agent acts on or explains: most writes of
+/// an object change none of that, so that such an event among thousands of nodes does not change the table.
 #[must_use]
 pub fn cilium_nodes_for(own: &str) -> View<CiliumNode, CiliumNodeRow> {
     let own = own.to_owned();
@@ -45,7 +46,7 @@ pub fn cilium_nodes_for(own: &str) -> View<CiliumNode, CiliumNodeRow> {
     }
 }
 
-/// Who wrote another node's object when, and what it is asked to do, is no concern of this node's agent.
+/// Write metadata and uninstall requests of another node's object are irrelevant to this node's agent.
 fn of_another_node(row: CiliumNodeRow) -> CiliumNodeRow {
     CiliumNodeRow {
         uid: String::new(),
@@ -69,10 +70,10 @@ fn unreadable_cilium_node(kept: Option<CiliumNodeRow>, meta: &ObjectMeta, proble
     })
 }
 
-/// A Node.
+/// Converts a Node.
 ///
 /// # Errors
-/// When it has no UID, which the API server gives to every object.
+/// It has no UID, which the API server sets for every object.
 pub fn node(node: &Node) -> Result<NodeRow, ViewError> {
     let uid = node.uid().ok_or_else(|| no_uid("Node", node))?;
     let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
@@ -96,11 +97,11 @@ pub fn node(node: &Node) -> Result<NodeRow, ViewError> {
     })
 }
 
-/// A CiliumNode. Addresses that are none are left out with a warning; pod CIDRs stay text, since the operator reports
-/// those that cannot be read.
+/// Converts a CiliumNode. Invalid addresses are skipped with a warning; pod CIDRs remain text, since the operator
+/// reports invalid ones.
 ///
 /// # Errors
-/// When it has no UID, which the API server gives to every object.
+/// It has no UID, which the API server sets for every object.
 pub fn cilium_node(object: &CiliumNode) -> Result<CiliumNodeRow, ViewError> {
     let uid = object.uid().ok_or_else(|| no_uid("CiliumNode", object))?;
     let spec = &object.spec;
@@ -134,8 +135,7 @@ fn no_uid<K: ResourceExt>(kind: &'static str, object: &K) -> ViewError {
     ViewError { kind, name: object.name_any(), reason: "metadata.uid is missing".to_owned() }
 }
 
-/// Host names and DNS names among a Node's addresses are no addresses here. The order of the object stays: the first of
-/// a kind is the one that is used.
+/// Host names and DNS names of a Node are skipped. The order is preserved: the first address of a type counts.
 fn read_addresses<'a>(addresses: impl Iterator<Item = (&'a String, &'a String)>) -> Vec<NodeAddress> {
     let mut seen = BTreeSet::new();
     addresses

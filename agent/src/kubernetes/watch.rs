@@ -1,15 +1,15 @@
-//! Watches: API objects into the rows of a table.
+//! Watches API objects and publishes them as rows of a table.
 //!
-//! This is not `kube::runtime::watcher`, because what makes these watches safe has no place in it (5.0):
+//! This is not `kube::runtime::watcher` (5.0), which does not allow for what makes these watches safe:
 //!
-//! - A watch that broke is resumed by it from the version it stood at, without a look at the server in between. A server
-//!   that was restored from a backup answers such a watch as if nothing had happened ([`Which`]).
-//! - It keeps the versions of lists and bookmarks to itself. They say which writes a table knows of ([`Table::follow`],
+//! - It resumes a broken watch at its version without checking the server. A server that was restored from a backup
+//!   answers such a watch as if nothing had happened ([`Which`]).
+//! - It does not expose the versions of lists and bookmarks. They say which writes a table reflects ([`Table::follow`],
 //!   [`Table::publish_list`]), and so what may be planned from it.
-//! - A connection without news counts as dead after the whole time of a watch and a margin, not after 75 s. A timeout around
-//!   it can only drop it with all that it knows, which costs a whole list.
+//! - It considers an idle connection dead after the timeout of a watch and a margin, not after 75 s. A timeout around
+//!   it can only drop it with its state, which costs a complete list.
 //!
-//! Its jitter would have been no obstacle: the back-off is the caller's.
+//! Its jitter would be no obstacle: the back-off is the caller's.
 
 use crate::tables::rows::ObjectKey;
 use crate::tables::{Table, Waits};
@@ -26,7 +26,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// An object that cannot be turned into a row. It is reported and left out; the watch goes on.
+/// An object that cannot be converted to a row. It is reported and skipped; the watch continues.
 #[derive(Debug, thiserror::Error)]
 #[error("{kind} {name}: {reason}")]
 pub struct ViewError {
@@ -34,24 +34,23 @@ pub struct ViewError {
     pub kind: &'static str,
     /// Name of the object.
     pub name: String,
-    /// What is wrong with it.
+    /// The reason.
     pub reason: String,
 }
 
-/// Which objects of a kind are watched, and how it is found out, when a watch broke, that the server was restored from a
-/// backup meanwhile.
+/// The watched objects of a kind, and how to detect after a broken watch that the server was restored from a backup.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Which {
-    /// Every one. They are listed again.
+    /// All objects. After a reconnect, they are listed again.
     All,
-    /// Every one. Where the object of this name is as it was, they are not listed again: lists of thousands of objects by
-    /// thousands of nodes, whenever an API server is started anew, would keep it from anything else.
+    /// All objects. After a reconnect, they are listed again only if the probe object of this name changed; this avoids
+    /// a thundering herd of LISTs after a restart of the API server.
     AllOf(String),
-    /// The one of this name, which is read again.
+    /// The object of this name, which is read again.
     Named(String),
 }
 
-/// What is watched of a kind: all of it, unless it says otherwise.
+/// The watched part of a kind, by default all of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Selection {
     which: Which,
@@ -86,7 +85,7 @@ impl Selection {
         Self { fields: Some(selector.to_owned()), ..self }
     }
 
-    /// The server sends nothing but the metadata. The kind is then `PartialObjectMeta` of the one that is meant.
+    /// The server only sends metadata. The kind is then the `PartialObjectMeta` of the watched kind.
     #[must_use]
     pub fn metadata_only(self) -> Self {
         Self { metadata_only: true, ..self }
@@ -100,7 +99,7 @@ impl Selection {
     }
 }
 
-/// Names an object in its table.
+/// Derives the key of an object in its table.
 pub trait Key: Ord + Clone + Debug {
     /// The key of an object.
     fn of(meta: &ObjectMeta) -> Self;
@@ -119,12 +118,12 @@ impl Key for ObjectKey {
     }
 }
 
-/// Keeps `table` equal to what the API server lists of a kind, until cancelled.
+/// Keeps `table` equal to a kind of the API server, until cancelled.
 ///
-/// The table is marked synced after the first whole list. When the watch breaks, rows stay as they are, the break is a
-/// wait with its reason, and the watch goes on where it stood, or after a new list when the server has forgotten what came
-/// since, or when it was restored from a backup ([`Which`]): what it has lost is told by no watch. An object that cannot be
-/// read has the row that [`View::unreadable`] makes: somebody's typing error must not look like a deletion.
+/// The table is marked synced after the first complete list. When the watch breaks, rows are kept, the reason is
+/// published as a wait, and the watch resumes, or lists again if the server no longer has the history, or was restored
+/// from a backup ([`Which`]): watches do not report what a restore lost. For an object that cannot be parsed,
+/// [`View::unreadable`] provides the row: an invalid edit must not look like a deletion.
 pub async fn run<K, Id, Row>(
     name: &'static str,
     client: Client,
@@ -154,8 +153,8 @@ pub async fn run<K, Id, Row>(
             outcome = this.follow(|| waits.end(&wait)) => outcome,
         };
         let lasted = begun.elapsed();
-        // What a server ends in time, at the request of the watch, is complete.
-        this.broke = outcome != Ok(End::Told) || lasted < Duration::from_secs(u64::from(WATCH_SECONDS));
+        // A watch that the server ends at its timeout is complete.
+        this.broke = outcome != Ok(End::Closed) || lasted < Duration::from_secs(u64::from(WATCH_SECONDS));
         if lasted >= STEADY {
             delay = FIRST_DELAY;
         }
@@ -163,7 +162,7 @@ pub async fn run<K, Id, Row>(
             Err(reason) => reason,
             Ok(_) if lasted >= STEADY => continue,
             Ok(_) => {
-                // It may never tell anything; lists do.
+                // Watching may never succeed, but listing does.
                 this.version = None;
                 format!("watch: ended by the server after {} ms", lasted.as_millis())
             }
@@ -178,11 +177,12 @@ pub async fn run<K, Id, Row>(
     }
 }
 
-/// Objects of a kind as rows.
+/// Conversion of objects of a kind to rows.
 pub struct View<K, Row> {
-    /// An object.
+    /// Converts an object.
     pub read: Read<K, Row>,
-    /// One of which only the metadata can be read: from what it was before, if it was, and what is wrong. None leaves it out.
+    /// The row of an object of which only the metadata can be parsed, from its previous row, if any, and the reason.
+    /// `None` omits it.
     pub unreadable: Unreadable<Row>,
 }
 
@@ -192,39 +192,39 @@ pub type Read<K, Row> = Box<dyn Fn(&K) -> Result<Row, ViewError> + Send + Sync>;
 /// See [`View`].
 pub type Unreadable<Row> = Box<dyn Fn(Option<Row>, &ObjectMeta, &str) -> Option<Row> + Send + Sync>;
 
-/// A broken watch is begun again after this long, doubled each time up to [`LONGEST_DELAY`].
+/// Initial delay before reconnecting, doubled each time up to [`LONGEST_DELAY`].
 const FIRST_DELAY: Duration = Duration::from_millis(200);
 const LONGEST_DELAY: Duration = Duration::from_secs(15);
 
-/// A watch that lasted so long was none that a server refuses.
+/// A watch that lasted this long was accepted by the server.
 const STEADY: Duration = Duration::from_secs(5);
 
-/// How long a list, or a page of it, may take.
+/// Timeout of a list, or a page of it.
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Objects in a page of a list.
+/// Page size of lists.
 const PAGE: u32 = 500;
 
-/// A whole list is taken this long after the one before. Nodes that started at different times list at different times.
+/// Interval of complete lists. Nodes list at different times, because they started at different times.
 const LIST_AGAIN: Duration = Duration::from_secs(3600);
 
-/// How long the server keeps a watch, in seconds.
+/// Timeout of a watch that the client requests, in seconds.
 const WATCH_SECONDS: u32 = 290;
 
-/// A connection that tells nothing for so long counts as dead; where it is not, that costs what the beginning of a watch
-/// costs: servers send a bookmark every minute. Shorter than leaders wait for nodes to hear of a restored server
+/// Idle timeout of a watch; a false positive costs one watch restart. Servers send a bookmark every minute. Must be
+/// shorter than the time that leaders wait for nodes to detect a restored server
 /// ([`crate::controllers::ipam_cluster::SETTLE`]).
 const DEAD_AFTER: Duration = Duration::from_secs(75);
 
-/// The server does not know any more what came after the version that was asked for.
+/// HTTP 410: the requested version is no longer in the server's history.
 const GONE: u16 = 410;
 
 /// How a watch ended.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
     /// By the server.
-    Told,
-    /// It told nothing any more.
+    Closed,
+    /// By the idle timeout.
     Silent,
 }
 
@@ -234,13 +234,13 @@ struct Watch<K, Id: Ord, Row> {
     selection: Selection,
     table: Arc<Table<Id, Row>>,
     view: View<K, Row>,
-    /// Up to where the table knows everything; none before a list.
+    /// The version up to which the table is complete; `None` before a list.
     version: Option<String>,
-    /// The last watch ended before its time.
+    /// The last watch ended prematurely.
     broke: bool,
-    /// When a list was taken last.
+    /// Time of the last list.
     listed: Option<Instant>,
-    /// Resource version of the object of [`Which::AllOf`], as last told.
+    /// Resource version of the object of [`Which::AllOf`], as last received.
     probed: Option<String>,
 }
 
@@ -251,7 +251,7 @@ where
     K::DynamicType: Default + Clone + Eq + std::hash::Hash,
     Row: Clone + PartialEq + Debug,
 {
-    /// Lists if need be, then follows one watch to its end. `well` is told whenever the server has answered.
+    /// Lists if necessary, then follows one watch to its end. Calls `well` whenever the server has answered.
     async fn follow(&mut self, mut well: impl FnMut()) -> Result<End, String> {
         let version = match &self.version {
             Some(version) if !self.is_list_due() && !self.went_back(version).await? => version.clone(),
@@ -279,7 +279,7 @@ where
         loop {
             let event = match tokio::time::timeout(DEAD_AFTER, stream.next()).await {
                 Ok(Some(event)) => event,
-                Ok(None) => return Ok(End::Told),
+                Ok(None) => return Ok(End::Closed),
                 Err(_) => return Ok(End::Silent),
             };
             let version = match event.map_err(|error| self.failed("watch", &error))? {
@@ -306,7 +306,7 @@ where
                     Some(version)
                 }
                 WatchEvent::Error(status) => {
-                    // Whatever it is that the server cannot do, it can list.
+                    // Whatever the reason, a list resolves it.
                     self.version = None;
                     return Err(format!("watch: {} ({})", status.message, status.code));
                 }
@@ -316,7 +316,7 @@ where
         }
     }
 
-    /// What only a list can find is found in the end, by each node at another time.
+    /// Complete lists at intervals find what watches missed, at different times per node.
     fn is_list_due(&self) -> bool {
         self.listed.is_some_and(|listed| listed.elapsed() >= LIST_AGAIN)
     }
@@ -338,7 +338,7 @@ where
         }
     }
 
-    /// Whether what the server has now may not be what follows from what it has told up to the version `seen`.
+    /// Whether the server's current state may contradict its events up to the version `seen`.
     async fn went_back(&self, seen: &str) -> Result<bool, String> {
         let probe = match (&self.selection.which, self.broke) {
             (Which::Named(_), _) | (Which::All, true) => return Ok(true),
@@ -356,18 +356,18 @@ where
         let now = list.metadata.resource_version.as_deref().and_then(number);
         let mut went_back = now.zip(number(seen)).is_some_and(|(now, seen)| now < seen);
         if probe.is_some() && !went_back {
-            // One that changed since is told of by the watch; every other difference came without being told.
+            // A newer version will be reported by the watch; any other difference was not reported.
             let found = list.items.first().and_then(ResourceExt::resource_version);
             let newer = found.as_deref().and_then(number).zip(number(seen)).is_some_and(|(found, seen)| found > seen);
             went_back = found != self.probed && !newer;
         }
         if went_back {
-            tracing::warn!(table = self.table.name(), version = ?now, in_force = "a list that is taken now", "what the API server has is not what follows from what it told: it went back to an older state, or objects vanished unheard");
+            tracing::warn!(table = self.table.name(), version = ?now, in_force = "a new list", "the API server's state contradicts its watch events: it was restored to an older state, or a deletion was not reported");
         }
         Ok(went_back)
     }
 
-    /// Replaces the rows by a whole list, and answers its version.
+    /// Replaces the rows by a complete list, and returns its version.
     async fn list(&mut self) -> Result<String, String> {
         let mut rows = BTreeMap::new();
         let mut probed = None;
@@ -430,13 +430,13 @@ where
         Err(invalid) => format!("{} {name}: {}", K::kind(&K::DynamicType::default()), invalid.error),
     };
     let kept = table.snapshot().rows.get(&key).cloned();
-    let in_force = if kept.is_some() { "what it said before" } else { "nothing of it" };
+    let in_force = if kept.is_some() { "its previous state" } else { "nothing" };
     tracing::warn!(table = table.name(), error = problem, in_force, "object cannot be read");
     let row = (view.unreadable)(kept, object.meta(), &problem);
     row.map(|row| (key, row))
 }
 
-/// What the API server said where it said something; else the error with all its causes in one line.
+/// The API server's message if there is one; else the error with all its causes in one line.
 fn describe(what: &str, error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) => format!("{what}: {} ({})", status.message, status.code),

@@ -7,14 +7,14 @@ use netlink_packet_route::address::{AddressAttribute, AddressHeaderFlags, Addres
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use std::net::IpAddr;
 
-/// Where an address means its host.
+/// Scope of an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
-    /// Everywhere. The kernel may choose it as the source of any packet.
+    /// Valid everywhere. The kernel may choose it as the source of any packet.
     Global,
-    /// On its link: never the source of a packet that leaves through another device with an address.
+    /// Valid on its link: never the source of a packet that leaves by another device with an address.
     Link,
-    /// On this host alone.
+    /// Valid on this host only.
     Host,
 }
 
@@ -27,7 +27,7 @@ pub struct Address {
     pub net: IpNet,
     /// IPv4: another address of the same network is the primary one. IPv6: temporary.
     pub secondary: bool,
-    /// Where it means this host.
+    /// Its scope.
     pub scope: Scope,
 }
 
@@ -52,7 +52,7 @@ fn message(ifindex: u32, net: IpNet, scope: Scope) -> AddressMessage {
     message
 }
 
-/// Gives the device a global address. Refused as existing when it has it.
+/// Adds a global address to the device. Fails with `EEXIST` if it has it.
 #[must_use]
 pub fn add(ifindex: u32, net: IpNet) -> Request {
     Request::new(
@@ -62,13 +62,13 @@ pub fn add(ifindex: u32, net: IpNet) -> Request {
     )
 }
 
-/// Gives the device a global address, or leaves the one that is there.
+/// Adds a global address to the device, unless it has it.
 #[must_use]
 pub fn replace(ifindex: u32, net: IpNet) -> Request {
     replace_in_scope(ifindex, net, Scope::Global)
 }
 
-/// As [`replace`], with a scope. The kernel does not change the scope of an address that is there: delete it first.
+/// As [`replace`], with a scope. The kernel does not change the scope of an existing address: delete it first.
 #[must_use]
 pub fn replace_in_scope(ifindex: u32, net: IpNet, scope: Scope) -> Request {
     Request::new(
@@ -78,7 +78,7 @@ pub fn replace_in_scope(ifindex: u32, net: IpNet, scope: Scope) -> Request {
     )
 }
 
-/// Takes an address away, whatever its scope.
+/// Deletes an address of any scope.
 #[must_use]
 pub fn delete(ifindex: u32, net: IpNet) -> Request {
     Request::new(
@@ -98,23 +98,23 @@ fn as_address(message: &AddressMessage) -> Option<Address> {
             _ => {}
         }
     }
-    // On a point-to-point device `Address` is the other end.
+    // On a point-to-point device `Address` is the peer's.
     let net = IpNet::new(local.or(address)?, message.header.prefix_len).ok()?;
     let secondary = message.header.flags.contains(AddressHeaderFlags::Secondary);
     let scope = match message.header.scope {
         AddressScope::Link => Scope::Link,
         AddressScope::Host | AddressScope::Nowhere => Scope::Host,
-        // Site and the numbers an administrator may define reach beyond the link.
+        // Site and user-defined scopes are wider than the link.
         _ => Scope::Global,
     };
     Some(Address { ifindex: message.header.index, net, secondary, scope })
 }
 
 impl Handle {
-    /// Every address of every device, in the order of the kernel: primary before secondary.
+    /// All addresses of all devices, in the kernel's order: primary before secondary.
     ///
     /// # Errors
-    /// When the list cannot be had.
+    /// The list cannot be read.
     pub fn addresses(&mut self) -> Result<Vec<Address>, NetlinkError> {
         let question = RouteNetlinkMessage::GetAddress(AddressMessage::default());
         self.dump(&question, "list addresses", |message| match message {
@@ -126,7 +126,7 @@ impl Handle {
     /// The addresses of one device.
     ///
     /// # Errors
-    /// When the list cannot be had.
+    /// The list cannot be read.
     pub fn addresses_of(&mut self, ifindex: u32) -> Result<Vec<Address>, NetlinkError> {
         let mut addresses = self.addresses()?;
         addresses.retain(|address| address.ifindex == ifindex);

@@ -1,40 +1,40 @@
-//! What can go wrong between this process and rtnetlink.
+//! Errors of rtnetlink.
 
 use cistern_core::reconcile::{Classify, ErrorClass};
 use nix::errno::Errno;
 use std::io;
 use std::path::PathBuf;
 
-/// A netlink call, or a step into a namespace, that did not do what it was asked for.
+/// A failed netlink call, or namespace operation.
 #[derive(Debug, thiserror::Error)]
 pub enum NetlinkError {
-    /// The socket cannot be made, or does not carry messages.
+    /// The socket cannot be created or used.
     #[error("rtnetlink socket: {action}: {source}")]
     Socket {
-        /// What was tried on the socket.
+        /// The operation on the socket.
         action: &'static str,
-        /// The system's answer.
+        /// The I/O error.
         source: io::Error,
     },
-    /// The kernel refused.
+    /// The kernel rejected the request.
     #[error("{what}: {errno}{}", explanation(.message))]
     Refused {
-        /// What was tried on what.
+        /// The operation and its object.
         what: String,
         /// The kernel's error number.
         errno: Errno,
-        /// The kernel's own words (extended acknowledgement), where it gave any.
+        /// The kernel's message (extended acknowledgement), if any.
         message: Option<String>,
     },
-    /// The kernel answered something that is no answer to the question.
+    /// The kernel's answer is not usable.
     #[error("{what}: the kernel's answer cannot be used: {reason}")]
     Answer {
-        /// What was tried on what.
+        /// The operation and its object.
         what: String,
         /// What is wrong with the answer.
         reason: String,
     },
-    /// A link that must be there is not.
+    /// A required link does not exist.
     #[error("no network device {name}")]
     NoLink {
         /// Its name.
@@ -43,11 +43,11 @@ pub enum NetlinkError {
     /// A network namespace cannot be used.
     #[error("network namespace {}: {action}: {errno}", path.display())]
     Namespace {
-        /// Where it was looked for.
+        /// Its path.
         path: PathBuf,
-        /// What was tried.
+        /// The operation.
         action: &'static str,
-        /// The system's answer.
+        /// The I/O error.
         errno: Errno,
     },
 }
@@ -57,7 +57,7 @@ fn explanation(message: &Option<String>) -> String {
 }
 
 impl NetlinkError {
-    /// The error number, where the system gave one.
+    /// The error number, if there is one.
     #[must_use]
     pub fn errno(&self) -> Option<Errno> {
         match self {
@@ -67,14 +67,14 @@ impl NetlinkError {
         }
     }
 
-    /// What was to be made is there already.
+    /// The object exists already.
     #[must_use]
     pub fn is_exists(&self) -> bool {
         self.errno() == Some(Errno::EEXIST)
     }
 
-    /// What was to be changed or removed is not there. Which number says so differs: `ENODEV` for a link, `ESRCH` for a
-    /// route, `EADDRNOTAVAIL` for an address, `ENOENT` for a neighbour or a namespace.
+    /// The object does not exist. The error number depends on its kind: `ENODEV` for a link, `ESRCH` for a route,
+    /// `EADDRNOTAVAIL` for an address, `ENOENT` for a neighbour or a namespace.
     #[must_use]
     pub fn is_missing(&self) -> bool {
         matches!(self, Self::NoLink { .. })
@@ -88,11 +88,11 @@ impl NetlinkError {
 impl Classify for NetlinkError {
     fn class(&self) -> ErrorClass {
         match self.errno() {
-            // Refused for what was asked, not for the moment: it stays so until somebody acts.
+            // The request itself is wrong, so retrying does not help.
             Some(
                 Errno::EPERM | Errno::EACCES | Errno::EINVAL | Errno::EOPNOTSUPP | Errno::EAFNOSUPPORT | Errno::ERANGE,
             ) => ErrorClass::Permanent,
-            // A device or a next hop that is away comes back; so does memory.
+            // A missing device or next hop may appear; memory may become available.
             _ => ErrorClass::Transient,
         }
     }

@@ -1,4 +1,4 @@
-//! The socket: requests out, acknowledgements and dumps in.
+//! The netlink socket: requests, acknowledgements and dumps.
 
 use super::NetlinkError;
 use netlink_packet_core::{
@@ -13,13 +13,13 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use std::io;
 use std::num::NonZeroI32;
 
-/// The kernel answers while `send` runs. Only a kernel that holds the rtnl lock for very long lets this pass.
+/// The kernel answers during `send`, so this only expires if another process holds the rtnl lock for very long.
 const TIMEOUT_SECONDS: i64 = 30;
 
 /// The kernel fills at most 32 KiB of a dump into one message; a single link with many virtual functions may be larger.
 const RECEIVE_BUFFER: usize = 128 << 10;
 
-/// Dumps that the kernel marks as interrupted by a change are taken again this often.
+/// Maximum number of attempts for dumps that the kernel marks as interrupted.
 const DUMP_TRIES: usize = 5;
 
 /// Text of the kernel in an extended acknowledgement (`NLMSGERR_ATTR_MSG`, kernel documentation `netlink/intro`).
@@ -28,7 +28,7 @@ const NLMSGERR_ATTR_MSG: u16 = 1;
 /// Length of `struct nlmsghdr`, which an error message carries before its attributes.
 const HEADER_LENGTH: usize = 16;
 
-/// One change that the kernel is asked for.
+/// A change requested from the kernel.
 #[derive(Debug, Clone)]
 pub struct Request {
     message: RouteNetlinkMessage,
@@ -37,14 +37,13 @@ pub struct Request {
 }
 
 impl Request {
-    /// `flags` are the `NLM_F_*` beside `REQUEST` and `ACK`; `what` completes "cannot …" in errors: what is tried on what.
+    /// `flags` are the `NLM_F_*` in addition to `REQUEST` and `ACK`; `what` completes "cannot …" in errors.
     pub(super) fn new(message: RouteNetlinkMessage, flags: u16, what: String) -> Self {
         Self { message, flags, what }
     }
 }
 
-/// A socket to the rtnetlink of one network namespace: the one that the calling thread was in at [`Handle::open`]. It
-/// stays there wherever the handle is taken.
+/// A socket to the rtnetlink of one network namespace: that of the calling thread at [`Handle::open`].
 pub struct Handle {
     socket: Socket,
     /// Sequence number of the last message sent.
@@ -69,30 +68,30 @@ impl Handle {
     /// [`NetlinkError::Socket`] with the step that failed.
     pub fn open() -> Result<Self, NetlinkError> {
         let socket = Socket::new(NETLINK_ROUTE).map_err(socket_error("socket"))?;
-        // Connected to port 0, the socket takes messages of the kernel alone.
+        // Connected to port 0, the socket only receives messages of the kernel.
         socket.connect(&SocketAddr::new(0, 0)).map_err(socket_error("connect to the kernel"))?;
-        // Without strict checking the kernel ignores what it does not know, filters of dumps included.
+        // Without strict checking the kernel ignores unknown attributes and filters of dumps.
         socket.set_netlink_get_strict_chk(true).map_err(socket_error("NETLINK_GET_STRICT_CHK"))?;
         socket.set_ext_ack(true).map_err(socket_error("NETLINK_EXT_ACK"))?;
-        // A refusal need not carry the request back.
+        // Errors need not include the request.
         socket.set_cap_ack(true).map_err(socket_error("NETLINK_CAP_ACK"))?;
         setsockopt(&socket, ReceiveTimeout, &TimeVal::seconds(TIMEOUT_SECONDS))
             .map_err(|errno| NetlinkError::Socket { action: "SO_RCVTIMEO", source: errno.into() })?;
         Ok(Self { socket, sequence: 0, buffer: Vec::with_capacity(RECEIVE_BUFFER) })
     }
 
-    /// Sends the requests in one message. The kernel carries them out in order and goes on after a refused one.
+    /// Sends the requests in one message. The kernel executes them in order and continues after an error.
     ///
     /// # Errors
-    /// The first refusal; [`Handle::apply_each`] tells all of them.
+    /// The first error; [`Handle::apply_each`] returns all.
     pub fn apply(&mut self, requests: &[Request]) -> Result<(), NetlinkError> {
         self.apply_each(requests)?.into_iter().collect()
     }
 
-    /// As [`Handle::apply`], with the outcome of each request in their order.
+    /// As [`Handle::apply`], with the result of each request in order.
     ///
     /// # Errors
-    /// When the socket fails; then the outcome of none is known.
+    /// The socket failed; then no result is known.
     pub fn apply_each(&mut self, requests: &[Request]) -> Result<Vec<Result<(), NetlinkError>>, NetlinkError> {
         let first = self.sequence.wrapping_add(1);
         let mut bytes = Vec::new();
@@ -120,10 +119,10 @@ impl Handle {
         Ok(outcomes.into_iter().flatten().collect())
     }
 
-    /// Applies one request that makes something. Returns false when it was there already.
+    /// Applies a request that creates something. Returns false if it existed.
     ///
     /// # Errors
-    /// Any other refusal.
+    /// Any other error.
     pub fn add(&mut self, request: &Request) -> Result<bool, NetlinkError> {
         match self.apply(std::slice::from_ref(request)) {
             Ok(()) => Ok(true),
@@ -132,10 +131,10 @@ impl Handle {
         }
     }
 
-    /// Applies one request that removes something. Returns false when it was not there.
+    /// Applies a request that deletes something. Returns false if it did not exist.
     ///
     /// # Errors
-    /// Any other refusal.
+    /// Any other error.
     pub fn remove(&mut self, request: &Request) -> Result<bool, NetlinkError> {
         match self.apply(std::slice::from_ref(request)) {
             Ok(()) => Ok(true),
@@ -144,7 +143,7 @@ impl Handle {
         }
     }
 
-    /// Asks for one object. A refusal that says that it does not exist is `None`.
+    /// Requests one object; `None` if it does not exist.
     pub(super) fn get<T>(
         &mut self,
         message: RouteNetlinkMessage,
@@ -177,8 +176,8 @@ impl Handle {
         }
     }
 
-    /// Asks for all objects of a kind. What `pick` does not want is left out. A dump that a change interrupted is taken
-    /// again: the kernel does not promise that it is complete.
+    /// Requests all objects of a kind; those for which `pick` returns `None` are skipped. A dump interrupted by a
+    /// change is repeated, because it may be incomplete.
     pub(super) fn dump<T>(
         &mut self,
         message: &RouteNetlinkMessage,
@@ -243,8 +242,8 @@ impl Handle {
         }
     }
 
-    /// The messages of one datagram that answer what was sent since `first`. Answers to an earlier call that ended with
-    /// an error are left out: their sequence numbers have passed.
+    /// The messages of a datagram that answer requests since `first`. Answers to an earlier failed call are skipped by
+    /// their sequence numbers.
     fn receive(&mut self, what: &str, first: u32) -> Result<Vec<NetlinkMessage<RouteNetlinkMessage>>, NetlinkError> {
         self.buffer.clear();
         let length = loop {
@@ -278,8 +277,10 @@ impl Handle {
             }
             match NetlinkMessage::deserialize(one) {
                 Ok(message) => messages.push(message),
-                // One object that the decoder does not understand must not hide all others.
-                Err(error) => tracing::warn!(kind = what, %error, "an object in the kernel's answer is left out"),
+                // An object that cannot be decoded must not hide all others.
+                Err(error) => {
+                    tracing::warn!(kind = what, %error, "an object in the kernel's answer cannot be decoded and is skipped")
+                }
             }
         }
         Ok(messages)
@@ -294,7 +295,7 @@ fn refusal(what: &str, code: NonZeroI32, error: &ErrorMessage) -> NetlinkError {
     }
 }
 
-/// The kernel's words, from the attributes behind the header of the refused request.
+/// The kernel's message, from the attributes after the header of the rejected request.
 fn extended_acknowledgement(bytes: &[u8]) -> Option<String> {
     NlasIterator::new(bytes.get(HEADER_LENGTH..)?)
         .flatten()

@@ -10,42 +10,42 @@ use netlink_packet_route::link::{
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-/// Index of the loopback device: the first that each network namespace gets.
+/// Index of the loopback device, the first in each network namespace.
 pub const LOOPBACK: u32 = 1;
 
-/// Names have at most this many bytes (`IFNAMSIZ` less the final zero).
+/// Maximum length of names (`IFNAMSIZ` without the terminating zero).
 pub const NAME_LENGTH: usize = 15;
 
-/// The kernel puts off what has to be done for a device with a carrier by at most a second, and by as long as somebody
-/// holds the rtnl lock.
+/// The kernel defers link-watch work of a device with a carrier by up to a second (linkwatch_schedule_work), and for as
+/// long as the rtnl lock is held.
 const SENDS_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
-/// A network device as it is now.
+/// A network device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
-    /// Index, which names it within its namespace for as long as it exists.
+    /// Index, unique in its namespace.
     pub index: u32,
     /// Name.
     pub name: String,
-    /// `IFF_UP`: somebody wants it up.
+    /// `IFF_UP`: administratively up.
     pub up: bool,
-    /// Its operational state (RFC 2863) is "up": what is sent over it goes out. `up` and a carrier are not enough for
-    /// that, see [`Handle::wait_until_it_sends`].
+    /// Its operational state (RFC 2863) is "up": packets sent over it are transmitted. `up` and a carrier are not
+    /// sufficient, see [`Handle::wait_until_it_sends`].
     pub sends: bool,
     /// `IFF_LOOPBACK`
     pub loopback: bool,
-    /// `veth`, `bridge`, `bond` and the like; none for hardware.
+    /// `veth`, `bridge`, `bond` and the like; `None` for hardware.
     pub kind: Option<String>,
-    /// Bridge or bond that owns it.
+    /// Its bridge or bond.
     pub master: Option<u32>,
-    /// The device below it, or the other side of a veth pair. In another namespace that index counts there.
+    /// The lower device, or the peer of a veth device, by index in that device's namespace.
     pub lower: Option<u32>,
     /// That device is in another namespace (`IFLA_LINK_NETNSID`), which therefore exists.
     pub lower_is_elsewhere: bool,
     /// In bytes.
     pub mtu: u32,
-    /// Hardware address; empty where there is none.
+    /// Hardware address; empty if there is none.
     pub mac: Vec<u8>,
 }
 
@@ -87,19 +87,19 @@ impl Link {
     }
 }
 
-/// One side of a veth pair that is to be made.
+/// One side of a veth pair to create.
 #[derive(Debug, Clone, Copy)]
 pub struct VethEnd<'a> {
     /// Name.
     pub name: &'a str,
-    /// Hardware address. A given one also keeps udev from choosing its own, which would outdate neighbour entries.
+    /// Hardware address. Setting it keeps udev from choosing one, which would invalidate neighbour entries.
     pub mac: Mac,
-    /// Namespace that it is made in, open; none for that of the handle. Made there, the device needs no move, which
-    /// would cost the kernel a grace period.
+    /// Its namespace; `None` for that of the handle. Creating it there saves moving the device, which would cost the
+    /// kernel an RCU grace period.
     pub namespace: Option<BorrowedFd<'a>>,
 }
 
-/// Makes a veth pair, both sides down. Refused as existing when either name is taken.
+/// Creates a veth pair, both sides down. Fails with `EEXIST` if either name exists.
 #[must_use]
 pub fn add_veth(host: VethEnd<'_>, peer: VethEnd<'_>, mtu: u32) -> Request {
     let end = |end: VethEnd<'_>| {
@@ -126,7 +126,7 @@ pub fn add_veth(host: VethEnd<'_>, peer: VethEnd<'_>, mtu: u32) -> Request {
     )
 }
 
-/// Sets the device up. One that is up stays so.
+/// Sets the device up, if it is not.
 #[must_use]
 pub fn up(index: u32) -> Request {
     let mut message = LinkMessage::default();
@@ -136,7 +136,7 @@ pub fn up(index: u32) -> Request {
     Request::new(RouteNetlinkMessage::SetLink(message), 0, format!("set network device {index} up"))
 }
 
-/// Removes the device; a veth goes with its other side.
+/// Deletes the device; a veth pair is deleted as a whole.
 #[must_use]
 pub fn delete(index: u32) -> Request {
     let mut message = LinkMessage::default();
@@ -152,7 +152,8 @@ pub fn delete_by_name(name: &str) -> Request {
     Request::new(RouteNetlinkMessage::DelLink(message), 0, format!("delete network device {name}"))
 }
 
-/// A setting below `/proc/sys/net/ipv4/conf/DEVICE/`, by its number in `include/uapi/linux/ip.h` (`IPV4_DEVCONF_*`).
+/// An IPv4 sysctl of a device (`/proc/sys/net/ipv4/conf/DEVICE/`), by its number in `include/uapi/linux/ip.h`
+/// (`IPV4_DEVCONF_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Ipv4Setting {
@@ -168,12 +169,11 @@ pub enum Ipv4Setting {
     AcceptSourceRoute = 9,
 }
 
-/// `IFLA_INET_CONF`, whose values the packet crate leaves out when they are zero.
+/// `IFLA_INET_CONF`, of which the packet crate omits zero values.
 const IFLA_INET_CONF: u16 = 1;
 const NLA_F_NESTED: u16 = 1 << 15;
 
-/// Changes IPv4 settings of the device. Sent with other requests it costs no file access, and it needs no writable
-/// `/proc`.
+/// Changes IPv4 sysctls of the device. As part of a batch it needs no file access and no writable `/proc`.
 #[must_use]
 pub fn set_ipv4(index: u32, settings: &[(Ipv4Setting, u32)]) -> Request {
     let attributes: Vec<DefaultNla> = settings
@@ -190,8 +190,7 @@ pub fn set_ipv4(index: u32, settings: &[(Ipv4Setting, u32)]) -> Request {
     Request::new(RouteNetlinkMessage::SetLink(message), 0, format!("set {settings:?} on network device {index}"))
 }
 
-/// Keeps the kernel from giving the device an IPv6 link-local address when it is set up. A kernel without IPv6 refuses
-/// with `EAFNOSUPPORT`.
+/// Disables the IPv6 link-local address of the device. A kernel without IPv6 returns `EAFNOSUPPORT`.
 #[must_use]
 pub fn no_ipv6_link_local(index: u32) -> Request {
     let mut message = LinkMessage::default();
@@ -220,22 +219,22 @@ fn as_link(message: RouteNetlinkMessage) -> Option<Link> {
 }
 
 impl Handle {
-    /// Every device of the namespace.
+    /// All devices of the namespace.
     ///
     /// # Errors
-    /// When the list cannot be had.
+    /// The list cannot be read.
     pub fn links(&mut self) -> Result<Vec<Link>, NetlinkError> {
         self.dump(&RouteNetlinkMessage::GetLink(question()), "list network devices", |message| {
             as_link(message).into_iter().collect()
         })
     }
 
-    /// The device of this name, if there is one.
+    /// The device of this name, if it exists.
     ///
     /// # Errors
-    /// When the kernel does not say.
+    /// An error of the kernel.
     pub fn link_by_name(&mut self, name: &str) -> Result<Option<Link>, NetlinkError> {
-        // The kernel refuses a longer one; a device of such a name cannot be.
+        // The kernel rejects longer names; no device can have one.
         if name.is_empty() || name.len() > NAME_LENGTH {
             return Ok(None);
         }
@@ -244,25 +243,25 @@ impl Handle {
         self.get(RouteNetlinkMessage::GetLink(message), &format!("find network device {name}"), as_link)
     }
 
-    /// The device of this index, if there is one.
+    /// The device of this index, if it exists.
     ///
     /// # Errors
-    /// When the kernel does not say.
+    /// An error of the kernel.
     pub fn link_by_index(&mut self, index: u32) -> Result<Option<Link>, NetlinkError> {
         let mut message = question();
         message.header.index = index;
         self.get(RouteNetlinkMessage::GetLink(message), &format!("find network device {index}"), as_link)
     }
 
-    /// Waits until what is sent over a device that was just set up goes out. The side of a pair that is set up first gets
-    /// its carrier with the other, and a queue for its packets only when the kernel comes to its list of carrier changes
-    /// (`net/core/link_watch.c`): until then every packet is dropped, and its sender is told nothing.
+    /// Waits until a device that was just set up transmits packets. The side of a veth pair that is set up first gets
+    /// its carrier with the other, and its queue only when the kernel processes link-watch events
+    /// (`net/core/link_watch.c`); until then all packets are dropped silently.
     ///
-    /// Asked about one device, Linux 6.8 and newer do that work before they answer; earlier ones are asked again. One that
-    /// has no carrier after some seconds, or is gone, is left to itself.
+    /// A query of one device makes Linux 6.8 and newer process these events before it answers; for earlier versions
+    /// this polls. Gives up after some seconds without a carrier, or if the device is deleted.
     ///
     /// # Errors
-    /// When the kernel does not say.
+    /// An error of the kernel.
     pub fn wait_until_it_sends(&mut self, index: u32) -> Result<(), NetlinkError> {
         let until = Instant::now() + SENDS_WITHIN;
         while self.link_by_index(index)?.is_some_and(|link| !link.sends) && Instant::now() < until {

@@ -1,16 +1,16 @@
 //! Links, addresses, routes and neighbours of the kernel, by rtnetlink (`man 7 rtnetlink`).
 //!
-//! One synchronous [`Handle`] serves the agent and the CNI plugin: a call is one `send` and one `recv` on a socket that
-//! the kernel answers at once, microseconds in all, so there is nothing to wait for. The agent calls it from a blocking
+//! One synchronous [`Handle`] serves the agent and the CNI plugin: a call is one `send` and one `recv` on a socket, which
+//! the kernel answers within microseconds. The agent calls it from a blocking
 //! context; the plugin has no async runtime.
 //!
-//! | module | what |
+//! | module | purpose |
 //! |---|---|
-//! | [`link`] `address` `route` `neighbour` | build [`Request`]s, and read what is there |
+//! | [`link`] `address` `route` `neighbour` | build [`Request`]s, and read objects |
 //! | [`monitor`] | publishes the node's network whenever it changes |
 //! | [`namespace`] | network namespaces: open, compare, run code inside |
 //!
-//! A change is a [`Request`] value. Several of them travel in one message and are carried out in order:
+//! A change is a [`Request`] value. Several of them are sent in one message and executed in order:
 //!
 //! ```no_run
 //! use cistern::netlink::{Handle, link, route};

@@ -1,8 +1,8 @@
-//! Follows the node's devices, addresses and routes.
+//! Watches the node's devices, addresses and routes.
 //!
-//! A change says only *that* something changed; what is there is then read whole. So an overflow of the socket's buffer
-//! loses nothing, and no order of events can leave the table wrong. Reading 250 pods' devices takes about a
-//! millisecond, and [`SETTLE`] bounds how often it is done.
+//! A netlink event only triggers a complete read. An overflow of the socket's buffer therefore loses nothing, and the
+//! order of events does not matter. Reading the devices of 250 pods takes about a millisecond, and [`SETTLE`] limits
+//! the rate.
 
 use super::{Handle, NetlinkError};
 use crate::tables::Table;
@@ -21,7 +21,7 @@ use super::route::{Route, RouteKind};
 /// Changes within this time after the first are read together.
 pub const SETTLE: Duration = Duration::from_millis(50);
 
-/// Without any event everything is read again this often.
+/// Interval of complete reads in the absence of events.
 pub const RESYNC: Duration = Duration::from_secs(300);
 
 /// `RTNLGRP_LINK`, `RTNLGRP_IPV4_IFADDR`, `RTNLGRP_IPV4_ROUTE`, `RTNLGRP_IPV6_IFADDR` of `linux/rtnetlink.h`.
@@ -30,7 +30,7 @@ const GROUPS: [u32; 4] = [1, 5, 7, 9];
 /// Reads devices, addresses and unicast IPv4 routes of the main table.
 ///
 /// # Errors
-/// When one of the lists cannot be had.
+/// One of the lists cannot be read.
 pub fn read(handle: &mut Handle) -> Result<NetworkRow, NetlinkError> {
     let mut addresses: BTreeMap<u32, Vec<IpNet>> = BTreeMap::new();
     for address in handle.addresses()? {
@@ -68,7 +68,7 @@ fn route_row(route: &Route) -> Option<RouteRow> {
 /// Publishes the network of this process's namespace at once and after each change, until cancelled.
 ///
 /// # Errors
-/// When the socket for changes fails, or the network cannot be read.
+/// The socket for events fails, or the network cannot be read.
 pub async fn follow(table: Arc<Table<(), NetworkRow>>, cancel: CancellationToken) -> Result<(), NetlinkError> {
     let failed = |action: &'static str| move |source: io::Error| NetlinkError::Socket { action, source };
     let mut changes = TokioSocket::new(NETLINK_ROUTE).map_err(failed("socket for changes"))?;
@@ -79,7 +79,7 @@ pub async fn follow(table: Arc<Table<(), NetworkRow>>, cancel: CancellationToken
     let mut handle = Handle::open()?;
     let mut buffer = Vec::new();
     loop {
-        // The subscription is older than the reading: a change in between is seen.
+        // Subscribe before reading, so that no change is missed.
         let (row, returned) = read_apart(handle).await?;
         handle = returned;
         table.publish(BTreeMap::from([((), row)]));
@@ -106,16 +106,16 @@ async fn read_apart(mut handle: Handle) -> Result<(NetworkRow, Handle), NetlinkE
         Ok(outcome) => outcome,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
-            // Only a runtime that shuts down drops a blocking task; this future is dropped next.
+            // A blocking task is only dropped by a runtime that shuts down, and then this future is dropped, too.
             Err(_) => std::future::pending().await,
         },
     }
 }
 
-/// Waits for a change. That some were lost (`ENOBUFS`) is a change like any other.
+/// Waits for an event. A lost event (`ENOBUFS`) counts as one.
 async fn next(changes: &mut TokioSocket, buffer: &mut Vec<u8>) -> Result<(), NetlinkError> {
     buffer.clear();
-    // The content is not read, so what does not fit need not.
+    // The content is not used, so it may be truncated.
     buffer.reserve(4_096);
     match changes.recv(buffer).await {
         Ok(()) => Ok(()),

@@ -10,10 +10,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// The calling thread's own namespace. Not `self`: threads of one process may be in different ones.
+/// The calling thread's own namespace. Not `self`: threads of a process may be in different ones.
 const OWN: &str = "/proc/thread-self/ns/net";
 
-/// An open network namespace. It exists at least as long as this value, whoever leaves it.
+/// An open network namespace, which exists at least as long as this value.
 #[derive(Debug)]
 pub struct Namespace {
     file: File,
@@ -24,8 +24,8 @@ impl Namespace {
     /// Opens the namespace at a path such as `/run/netns/NAME` or `/proc/PID/ns/net`.
     ///
     /// # Errors
-    /// [`NetlinkError::Namespace`]; `ENOENT` when there is none. That the file is a network namespace shows when it is
-    /// entered.
+    /// [`NetlinkError::Namespace`]; `ENOENT` if it does not exist. Whether the file is a network namespace is only
+    /// known when it is entered.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self, NetlinkError> {
         let path = path.into();
         match File::open(&path) {
@@ -34,24 +34,24 @@ impl Namespace {
         }
     }
 
-    /// The namespace that the calling thread is in.
+    /// The calling thread's namespace.
     ///
     /// # Errors
-    /// [`NetlinkError::Namespace`] when `/proc` does not tell.
+    /// [`NetlinkError::Namespace`] if `/proc` cannot be read.
     pub fn current() -> Result<Self, NetlinkError> {
         Self::open(OWN)
     }
 
-    /// Where it was opened.
+    /// The path it was opened by.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether both are the same namespace, by whatever paths.
+    /// Whether both are the same namespace, regardless of their paths.
     ///
     /// # Errors
-    /// [`NetlinkError::Namespace`] when a file cannot be examined.
+    /// [`NetlinkError::Namespace`] if a file's metadata cannot be read.
     pub fn is_same(&self, other: &Self) -> Result<bool, NetlinkError> {
         Ok(self.identity()? == other.identity()?)
     }
@@ -61,10 +61,11 @@ impl Namespace {
         Ok((metadata.dev(), metadata.ino()))
     }
 
-    /// Runs code inside on a thread of its own, which then ends: no other code ever runs on a thread that was moved.
+    /// Runs code inside on a separate thread, which then terminates, so that no other code runs on a thread in another
+    /// namespace.
     ///
     /// # Errors
-    /// [`NetlinkError::Namespace`] when it cannot be entered; then nothing ran.
+    /// [`NetlinkError::Namespace`] if it cannot be entered; then nothing was run.
     pub fn run<T: Send>(&self, code: impl FnOnce() -> T + Send) -> Result<T, NetlinkError> {
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
@@ -75,11 +76,11 @@ impl Namespace {
         })
     }
 
-    /// Moves the calling thread inside until the guard is dropped. For a process with one thread, where
-    /// [`Namespace::run`] would cost a thread for nothing.
+    /// Moves the calling thread inside until the guard is dropped. For single-threaded processes, which
+    /// [`Namespace::run`] would cost a thread.
     ///
     /// # Errors
-    /// [`NetlinkError::Namespace`]; the thread is where it was. `EINVAL`: the file is no network namespace.
+    /// [`NetlinkError::Namespace`]; the thread's namespace is unchanged. `EINVAL`: the file is not a network namespace.
     pub fn visit(&self) -> Result<Visit, NetlinkError> {
         let home = Self::current()?;
         self.enter()?;
@@ -105,14 +106,14 @@ impl AsFd for Namespace {
 #[derive(Debug)]
 pub struct Visit {
     home: Namespace,
-    /// Going home is the affair of the thread that left.
+    /// Only the thread that entered can return.
     not_send: PhantomData<*const ()>,
 }
 
 impl Drop for Visit {
     fn drop(&mut self) {
         if let Err(error) = self.home.enter() {
-            // Going on would change another namespace's network in the belief that it is this node's.
+            // Continuing would change another namespace's network instead of this node's.
             eprintln!("cannot leave a network namespace: {error}");
             std::process::abort();
         }

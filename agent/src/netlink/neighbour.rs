@@ -1,4 +1,4 @@
-//! Neighbour entries: which hardware address an IP address on a link has.
+//! Neighbour entries (ARP and NDP).
 
 use super::address::family;
 use super::{Handle, Mac, NetlinkError, Request};
@@ -14,9 +14,9 @@ pub struct Neighbour {
     pub ifindex: u32,
     /// Address of the neighbour.
     pub address: IpAddr,
-    /// Its hardware address, where it is known.
+    /// Its hardware address, if known.
     pub mac: Option<Mac>,
-    /// It was written by hand: never asked for, never aged out.
+    /// Statically configured: neither resolved nor aged out.
     pub permanent: bool,
 }
 
@@ -31,7 +31,7 @@ fn message(ifindex: u32, address: IpAddr) -> NeighbourMessage {
     message
 }
 
-/// Writes a permanent entry, in place of whatever is there for the address.
+/// Creates or replaces a permanent entry for the address.
 #[must_use]
 pub fn replace_permanent(ifindex: u32, address: IpAddr, mac: Mac) -> Request {
     let mut message = message(ifindex, address);
@@ -44,7 +44,7 @@ pub fn replace_permanent(ifindex: u32, address: IpAddr, mac: Mac) -> Request {
     )
 }
 
-/// Takes an entry away.
+/// Deletes an entry.
 #[must_use]
 pub fn delete(ifindex: u32, address: IpAddr) -> Request {
     Request::new(
@@ -73,11 +73,11 @@ impl Handle {
     /// The IPv4 neighbours of one device.
     ///
     /// # Errors
-    /// When the list cannot be had.
+    /// The list cannot be read.
     pub fn neighbours_of(&mut self, ifindex: u32) -> Result<Vec<Neighbour>, NetlinkError> {
         let mut question = NeighbourMessage::default();
         question.header.family = AddressFamily::Inet;
-        // In the header of a dump a strict kernel accepts no index; as an attribute it filters.
+        // With strict checking the kernel rejects an index in the header of a dump; as an attribute it filters.
         question.attributes.push(NeighbourAttribute::IfIndex(ifindex));
         self.dump(&RouteNetlinkMessage::GetNeighbour(question), "list neighbours", |message| match message {
             RouteNetlinkMessage::NewNeighbour(message) => as_neighbour(&message).into_iter().collect(),

@@ -11,51 +11,51 @@ use netlink_packet_route::route::{
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use std::net::IpAddr;
 
-/// Protocol of the routes that the agent makes and takes away: those to other nodes and the end of the own pod CIDR.
-/// Free numbers as of `include/uapi/linux/rtnetlink.h`; `ip route show proto 197` lists them.
+/// Protocol of the agent's routes: those to other nodes and the unreachable route of its own pod CIDR. Unassigned in
+/// `include/uapi/linux/rtnetlink.h`; `ip route show proto 197` lists them.
 pub const PROTOCOL_NODE: u8 = 197;
 
-/// Protocol of the routes to single pods. The CNI plugin makes them; they go with their device. A number of their own
-/// keeps the agent's full pass from taking them for surplus.
+/// Protocol of routes to single pods, which the CNI plugin creates and the kernel deletes with their device. A separate
+/// number excludes them from the agent's full pass.
 pub const PROTOCOL_POD: u8 = 198;
 
-/// `RTPROT_BOOT`: what `ip route add` writes, and what routes inside a pod carry.
+/// `RTPROT_BOOT`, as of `ip route add` and of routes inside pods.
 pub const PROTOCOL_BOOT: u8 = 3;
 
-/// What becomes of a packet that the route matches.
+/// Treatment of matching packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RouteKind {
-    /// It is sent on.
+    /// Forwarded.
     Unicast,
-    /// It is dropped and answered: host unreachable.
+    /// Dropped with ICMP host unreachable.
     Unreachable,
-    /// It is dropped in silence.
+    /// Dropped silently.
     Blackhole,
 }
 
 /// A route of the main table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Route {
-    /// Where to; `0.0.0.0/0` or `::/0` is the default route.
+    /// The destination; `0.0.0.0/0` or `::/0` for the default route.
     pub destination: IpNet,
-    /// What happens.
+    /// The treatment.
     pub kind: RouteKind,
-    /// Next hop. Without one the destination is on the link.
+    /// Next hop. Without one the destination is directly connected.
     pub gateway: Option<IpAddr>,
-    /// Device; none for a route that ends here.
+    /// Device; `None` for routes without one.
     pub ifindex: Option<u32>,
     /// Source address of this host's own packets.
     pub source: Option<IpAddr>,
-    /// The next hop is on the link although no route of the device says so.
+    /// The next hop is directly connected although no route of the device says so.
     pub onlink: bool,
     /// Lower is preferred; 0 is the kernel's default for IPv4.
     pub metric: u32,
-    /// Who made it: [`PROTOCOL_NODE`] and the like.
+    /// The origin: [`PROTOCOL_NODE`] and the like.
     pub protocol: u8,
 }
 
 impl Route {
-    /// By a next hop, made by the agent.
+    /// Via a next hop, with the agent's protocol.
     #[must_use]
     pub fn via(destination: IpNet, gateway: IpAddr, ifindex: u32) -> Self {
         Self {
@@ -65,13 +65,13 @@ impl Route {
         }
     }
 
-    /// On the link of a device, made by the agent.
+    /// Directly connected to a device, with the agent's protocol.
     #[must_use]
     pub fn on_link(destination: IpNet, ifindex: u32) -> Self {
         Self { ifindex: Some(ifindex), ..Self::unreachable(destination).of_kind(RouteKind::Unicast) }
     }
 
-    /// An end that is answered, made by the agent.
+    /// An unreachable route, with the agent's protocol.
     #[must_use]
     pub fn unreachable(destination: IpNet) -> Self {
         Self {
@@ -122,7 +122,7 @@ impl Route {
 }
 
 impl std::fmt::Display for Route {
-    /// As `ip route` words it.
+    /// In the format of `ip route`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.kind {
             RouteKind::Unicast => {}
@@ -143,7 +143,7 @@ impl std::fmt::Display for Route {
     }
 }
 
-/// Makes a route. Refused as existing when there is one to the same destination with the same metric.
+/// Adds a route. Fails with `EEXIST` if there is one to the same destination with the same metric.
 #[must_use]
 pub fn add(route: &Route) -> Request {
     Request::new(
@@ -153,7 +153,7 @@ pub fn add(route: &Route) -> Request {
     )
 }
 
-/// Makes a route in place of the one to the same destination with the same metric, if there is one.
+/// Adds or replaces the route to the same destination with the same metric.
 #[must_use]
 pub fn replace(route: &Route) -> Request {
     Request::new(
@@ -163,7 +163,7 @@ pub fn replace(route: &Route) -> Request {
     )
 }
 
-/// Takes a route away: the one that has every property given here, its protocol included.
+/// Deletes the route with all of these properties, including the protocol.
 #[must_use]
 pub fn delete(route: &Route) -> Request {
     Request::new(RouteNetlinkMessage::DelRoute(route.message()), 0, format!("delete route {route}"))
@@ -185,7 +185,7 @@ fn next_hop(route: Route, hop: &RouteNextHop) -> Route {
     Route { gateway, ifindex: Some(hop.interface_index), ..route }
 }
 
-/// The routes of one message: one for each next hop. Kinds that are none of [`RouteKind`] and other tables give none.
+/// The routes of a message, one per next hop. None for other kinds than [`RouteKind`] and other tables.
 fn as_routes(message: &RouteMessage) -> Vec<Route> {
     let header = &message.header;
     let kind = match header.kind {
@@ -227,10 +227,10 @@ fn as_routes(message: &RouteMessage) -> Vec<Route> {
 }
 
 impl Handle {
-    /// The IPv4 routes of the main table; with `protocol` only those that carry it.
+    /// The IPv4 routes of the main table; with `protocol` only those of that protocol.
     ///
     /// # Errors
-    /// When the list cannot be had.
+    /// The list cannot be read.
     pub fn routes(&mut self, protocol: Option<u8>) -> Result<Vec<Route>, NetlinkError> {
         let mut question = RouteMessage::default();
         question.header.address_family = AddressFamily::Inet;
@@ -241,7 +241,7 @@ impl Handle {
                 RouteNetlinkMessage::NewRoute(message) => as_routes(&message),
                 _ => Vec::new(),
             })?;
-        // A kernel older than 4.20 does not filter.
+        // Kernels before 4.20 do not filter.
         routes.retain(|route| protocol.is_none_or(|wanted| route.protocol == wanted));
         Ok(routes)
     }

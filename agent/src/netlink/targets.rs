@@ -7,24 +7,24 @@ use ipnet::{IpNet, Ipv4Net};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 
-/// The routes of the main table that carry [`route::PROTOCOL_NODE`]; others are neither seen nor touched.
+/// The routes of the main table with [`route::PROTOCOL_NODE`]; others are ignored.
 #[derive(Debug)]
 pub struct Routes {
     handle: Handle,
 }
 
 impl Routes {
-    /// Routes of the network namespace that the calling thread is in.
+    /// Routes of the calling thread's network namespace.
     ///
     /// # Errors
-    /// When the kernel gives no socket.
+    /// The socket cannot be opened.
     pub fn open() -> Result<Self, NetlinkError> {
         Ok(Self { handle: Handle::open()? })
     }
 }
 
-/// Metric of the end of the own pod CIDR: behind the route of a bridge that has the same prefix, as another plugin makes it
-/// that gets its addresses from us.
+/// Metric of the unreachable route of the own pod CIDR: higher than that of a bridge's route for the same prefix, as
+/// created by another plugin that uses us for IPAM.
 const END_METRIC: u32 = 4096;
 
 fn as_route(destination: Ipv4Net, target: RouteTarget) -> route::Route {
@@ -72,28 +72,28 @@ impl BlockingOperations for Routes {
     }
 }
 
-/// The router address on the loopback device: /32 and of link scope, so that the kernel never picks it as a source by
-/// itself. That scope tells it from what others put there.
+/// The router address on the loopback device: /32 with link scope, so that the kernel does not choose it as a source.
+/// The scope also distinguishes it from foreign addresses.
 #[derive(Debug)]
 pub struct RouterAddress {
     handle: Handle,
 }
 
 impl RouterAddress {
-    /// The loopback device of the network namespace that the calling thread is in.
+    /// The loopback device of the calling thread's network namespace.
     ///
     /// # Errors
-    /// When the kernel gives no socket.
+    /// The socket cannot be opened.
     pub fn open() -> Result<Self, NetlinkError> {
         Ok(Self { handle: Handle::open()? })
     }
 }
 
-/// Lets the routes to pods outlive the router address: the kernel takes routes away with the address that they name as
-/// their source.
+/// Makes the routes to pods independent of the router address: the kernel deletes routes whose preferred source is
+/// deleted.
 ///
 /// # Errors
-/// What the kernel refused.
+/// The kernel's error.
 pub fn release_pod_routes() -> Result<(), NetlinkError> {
     let mut handle = Handle::open()?;
     let routes = handle.routes(Some(route::PROTOCOL_POD))?;

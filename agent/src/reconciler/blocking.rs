@@ -8,31 +8,31 @@ use std::fmt::Debug;
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// [`Operations`] that wait in a system call, one at a time: a kernel map, routes, attached programs.
+/// [`Operations`] that block in system calls, one at a time: a kernel map, routes, attached programs.
 pub trait BlockingOperations: Send + 'static {
-    /// Names a row.
+    /// Key of a row.
     type Key: Ord + Clone + Debug + Send + Sync + 'static;
-    /// What the row shall hold.
+    /// Desired content of a row.
     type Value: Clone + PartialEq + Debug + Send + Sync + 'static;
-    /// What can go wrong.
+    /// Error of an operation.
     type Error: std::error::Error + Classify + Send + 'static;
 
     /// See [`Operations::update`].
     ///
     /// # Errors
-    /// When the target does not hold the value.
+    /// The target does not have the value.
     fn update(&mut self, key: &Self::Key, value: &Self::Value) -> Result<(), Self::Error>;
 
     /// See [`Operations::delete`].
     ///
     /// # Errors
-    /// When the target may still hold the row.
+    /// The target may still have the row.
     fn delete(&mut self, key: &Self::Key) -> Result<(), Self::Error>;
 
     /// See [`Operations::observe`].
     ///
     /// # Errors
-    /// When the target cannot be read whole.
+    /// The target cannot be read completely.
     fn observe(&mut self) -> Result<BTreeMap<Self::Key, Self::Value>, Self::Error>;
 }
 
@@ -54,7 +54,8 @@ impl<T: BlockingOperations> Offloaded<T> {
         let target = Arc::clone(&self.target);
         let port = self.port.clone();
         async move {
-            // A panic inside an operation ends the process by the name of its reconciler; until then nothing else fails.
+            // A panic inside an operation terminates the process with the name of its reconciler; nothing else fails
+            // before.
             port.run(move || operation(&mut target.lock().unwrap_or_else(PoisonError::into_inner))).await
         }
     }

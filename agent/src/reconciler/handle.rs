@@ -1,4 +1,4 @@
-//! Publish desired, await realised.
+//! Publish desired rows, await their realisation.
 
 use crate::tables::Reader;
 use std::fmt::{self, Debug};
@@ -9,10 +9,10 @@ use tokio::sync::{mpsc, oneshot};
 /// Why a row is not realised.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotRealised {
-    /// A try has failed; others follow while the row is desired.
+    /// An operation failed; it is retried while the row is desired.
     #[error("{0}")]
     Failed(String),
-    /// Neither success nor failure within this time; the try goes on.
+    /// Neither success nor failure within this time; the operation continues.
     #[error("{target} were not updated within {} s", within.as_secs())]
     Late {
         /// Name of the target.
@@ -26,7 +26,7 @@ pub enum NotRealised {
         /// Name of the target.
         target: &'static str,
     },
-    /// The reconciler has ended.
+    /// The reconciler has stopped.
     #[error("the agent is shutting down")]
     Ended,
 }
@@ -34,17 +34,17 @@ pub enum NotRealised {
 /// A caller that waits for a row.
 pub(super) struct Request<K, V> {
     pub(super) key: K,
-    /// What the table held when the caller asked; none for no row.
+    /// The row in the table at the time of the request; `None` for no row.
     pub(super) wanted: Option<V>,
     pub(super) reply: oneshot::Sender<Result<(), NotRealised>>,
 }
 
 pub(super) type Requests<K, V> = mpsc::Receiver<Request<K, V>>;
 
-/// Callers above this number wait for their turn to ask.
+/// Maximum number of waiting requests; further callers wait to submit theirs.
 const QUEUE: usize = 256;
 
-/// Waits until rows of a table are realised in its target. Clones ask the same reconciler.
+/// Waits until rows of a table are realised in its target. Clones use the same reconciler.
 pub struct Handle<K: Ord, V> {
     target: &'static str,
     desired: Reader<K, V>,
@@ -73,14 +73,14 @@ where
     K: Ord + Send + Sync + 'static,
     V: Clone + Send + Sync + 'static,
 {
-    /// Waits until the target holds what the table holds under `key` at the moment of this call, be it a value or no row.
+    /// Waits until the target has what the table has under `key` at the time of this call, a value or no row.
     ///
-    /// The owner of the table publishes, then calls this, and may go on publishing while the future waits. The row is tried
-    /// at once, before others and whatever its back-off says; also before the first full pass, and before the table has
-    /// synced.
+    /// The owner of the table publishes, then calls this, and may continue to publish while the future waits. The row
+    /// is tried at once, before others and regardless of its back-off; also before the first full pass, and before the
+    /// table is synced.
     ///
     /// # Errors
-    /// The error of that try. While the row stays in the table it is tried again: who gives up takes it out.
+    /// The error of that operation. While the row remains in the table it is retried; to give up, remove it.
     pub fn realised(&self, key: K, within: Duration) -> impl Future<Output = Result<(), NotRealised>> + Send + 'static {
         let wanted = self.desired.peek().rows.get(&key).cloned();
         let (target, sender) = (self.target, self.sender.clone());

@@ -1,14 +1,14 @@
-//! The one loop that makes a target equal to a table.
+//! The loop that makes a target equal to a table.
 //!
-//! It is level-triggered: a change of the table is applied by the difference to what is known to be realised; a full pass at
-//! start, every few minutes and whenever the target reports a change compares with what the target really holds. A full pass
-//! adds and updates first and deletes the surplus last, so that a restart opens no gap.
+//! It is level-triggered: a change of the table is applied as a difference to the last known state. At startup, every
+//! few minutes and whenever the target reports a change, a full pass compares with the target's actual state. A full
+//! pass adds and updates first and deletes last, so that a restart causes no gap.
 //!
-//! Up to [`Options::concurrency`] keys are applied at a time, and never two operations on one key. A row that is published
-//! while a target is read or a long list is applied does not wait for the end of that, and is not undone by it.
+//! Up to [`Options::concurrency`] keys are applied concurrently, with at most one operation per key. A row published
+//! while the target is being read or a long list is being applied neither waits for that nor is reverted by it.
 //!
-//! Whoever needs certainty publishes the desired row and waits on the [`Handle`] until it is realised: the reconciler stays
-//! the one writer of its target.
+//! To be certain, publish the desired row and wait on the [`Handle`] until it is realised: the reconciler is the only
+//! writer of its target.
 
 mod blocking;
 mod handle;
@@ -32,47 +32,46 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
-/// What the reconciler needs to know of a target: a set of API objects, or, by [`Offloaded`], a kernel map, routes,
-/// attached programs.
+/// Operations on a target: a set of API objects, or, by [`Offloaded`], a kernel map, routes, attached programs.
 ///
-/// `update` is idempotent, `delete` of an absent row succeeds, and `observe` returns what the target really holds of ours;
-/// rows of others are neither reported nor touched. Operations on different keys may run at the same time.
+/// `update` is idempotent, `delete` of an absent row succeeds, and `observe` returns what the target has of ours;
+/// foreign rows are neither returned nor changed. Operations on different keys may run concurrently.
 pub trait Operations: Send + Sync {
-    /// Names a row.
+    /// Key of a row.
     type Key: Ord + Clone + Debug + Send + Sync + 'static;
-    /// What the row shall hold.
+    /// Desired content of a row.
     type Value: Clone + PartialEq + Debug + Send + Sync + 'static;
-    /// What can go wrong.
+    /// Error of an operation.
     type Error: std::error::Error + Classify + Send + 'static;
 
-    /// Makes the target hold `value` under `key`.
+    /// Sets `value` for `key`.
     fn update(&self, key: &Self::Key, value: &Self::Value) -> impl Future<Output = Result<(), Self::Error>> + Send;
 
-    /// Makes the target hold nothing under `key`.
+    /// Removes `key`.
     fn delete(&self, key: &Self::Key) -> impl Future<Output = Result<(), Self::Error>> + Send;
 
-    /// Everything of ours that the target holds.
+    /// All entries of ours in the target.
     fn observe(&self) -> impl Future<Output = Result<BTreeMap<Self::Key, Self::Value>, Self::Error>> + Send;
 
-    /// Returns when the target may have changed without an operation of ours; a full pass follows. Targets that cannot know
-    /// never return. Dropping it before it returns loses no change.
+    /// Returns if the target may have changed without an operation of ours; a full pass follows. Targets that cannot
+    /// detect this never return. Dropping the future does not lose a change.
     fn changed(&self) -> impl Future<Output = ()> + Send {
         std::future::pending()
     }
 }
 
-/// How a reconciler works.
+/// Options of a reconciler.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Name of the target, for logs and status.
     pub name: &'static str,
-    /// Time between full passes.
+    /// Interval of full passes.
     pub full_pass: Duration,
     /// Delays after failures.
     pub backoff: Backoff,
-    /// Surplus that a full pass finds is deleted. Without it only rows that left the table are.
+    /// Whether a full pass deletes surplus entries. Otherwise only rows removed from the table are deleted.
     pub prune: bool,
-    /// How many keys are applied at a time.
+    /// Maximum number of keys applied concurrently.
     pub concurrency: NonZeroUsize,
 }
 
@@ -83,17 +82,17 @@ pub const SERIAL: NonZeroUsize = NonZeroUsize::MIN;
 /// stays within its share of the server (`max-requests-inflight`, priority and fairness).
 pub const API_CALLS: NonZeroUsize = SERIAL.saturating_add(15);
 
-/// What a reconciler runs with.
+/// Inputs of a reconciler.
 pub struct Reconcile<K: Ord, V> {
-    /// How it works.
+    /// Options.
     pub options: Options,
     /// The table to follow.
     pub desired: Reader<K, V>,
-    /// Where it reports its state.
+    /// Output: its status.
     pub published: Arc<Table<String, TargetStatus>>,
     /// Time.
     pub clock: Clock,
-    /// When to end.
+    /// Cancellation.
     pub cancel: CancellationToken,
     requests: handle::Requests<K, V>,
     handle: Handle<K, V>,
@@ -113,7 +112,7 @@ impl<K: Ord, V> Reconcile<K, V> {
         Self { options, desired, published, clock, cancel, requests, handle }
     }
 
-    /// The handle by which others wait until a row is realised.
+    /// The handle for waiting until a row is realised.
     #[must_use]
     pub fn handle(&self) -> Handle<K, V> {
         self.handle.clone()
@@ -125,19 +124,19 @@ impl<K: Ord, V> Reconcile<K, V> {
 pub struct RowStatus {
     /// The last error.
     pub error: String,
-    /// Failed tries in a row.
+    /// Consecutive failures.
     pub attempts: u32,
-    /// When the next try is due; none for a permanent error, which waits for the next full pass.
+    /// Time of the next retry; `None` for a permanent error, which waits for the next full pass.
     pub next_try: Option<jiff::Timestamp>,
 }
 
-/// What a reconciler reports.
+/// State of a reconciler.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct TargetStatus {
-    /// A full pass has succeeded since the start.
+    /// A full pass has succeeded since startup.
     pub complete: bool,
-    /// Rows as desired.
+    /// Number of rows in sync.
     pub done: usize,
-    /// Rows that are not, by key as printed; the empty key stands for a full pass that could not read the target.
+    /// Failed rows, by key as printed; the empty key stands for a full pass that could not read the target.
     pub failing: Arc<BTreeMap<String, RowStatus>>,
 }

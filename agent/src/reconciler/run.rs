@@ -15,19 +15,19 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-/// A full pass that is due waits for the operations under way, but no longer than this: a target that reports a change after
-/// each write is read once per batch of writes, not once per write.
+/// Maximum delay of a due full pass by running operations: a target that reports a change after each write is read once
+/// per batch of writes, not once per write.
 const PASS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Up to this many failing rows, each change of the status is published at once.
 const FEW_FAILING: usize = 32;
-/// More are published at most this often: a status is copied whole for its readers.
+/// Minimum interval of status updates beyond that: a status is copied as a whole for its readers.
 const STATUS_EVERY: Duration = Duration::from_secs(1);
 
-/// An operation that has ended.
+/// A completed operation.
 struct Done<O: Operations> {
     key: O::Key,
-    /// What was tried; none for a deletion.
+    /// The operation; `None` for a deletion.
     wanted: Option<O::Value>,
     outcome: Result<(), O::Error>,
 }
@@ -39,12 +39,12 @@ struct Waiter<V> {
     reply: oneshot::Sender<Result<(), NotRealised>>,
 }
 
-/// Keys that may need an operation. A key that turns out to need none when its turn comes is passed over.
+/// Keys that may need an operation. A key that needs none when its turn comes is skipped.
 struct Queue<K> {
-    /// Callers wait for these.
+    /// Keys with waiting callers.
     awaited: VecDeque<K>,
     updates: VecDeque<K>,
-    /// Begun when no update is left or under way.
+    /// Started when no update is pending or running.
     deletions: VecDeque<K>,
 }
 
@@ -53,9 +53,9 @@ struct Loop<O: Operations> {
     options: Options,
     clock: Clock,
     desired: Arc<Snapshot<O::Key, O::Value>>,
-    /// What the target holds as far as we know.
+    /// Last known state of the target.
     realised: BTreeMap<O::Key, O::Value>,
-    /// The target has been read since the start, so that `realised` means something.
+    /// The target has been read since startup, so that `realised` is meaningful.
     known: bool,
     queue: Queue<O::Key>,
     running: FuturesUnordered<BoxFuture<'static, Done<O>>>,
@@ -64,14 +64,14 @@ struct Loop<O: Operations> {
     retries: Retries<O::Key>,
     /// Keys due up to this moment have been queued.
     retried_until: Option<Duration>,
-    /// What was tried on each key that failed; none for a deletion.
+    /// The failed operation of each key; `None` for a deletion.
     tried: BTreeMap<O::Key, Option<O::Value>>,
-    /// Keys with a permanent error that the current full pass tries once more.
+    /// Keys with a permanent error that the current full pass retries.
     second_chance: BTreeSet<O::Key>,
     waiters: BTreeMap<O::Key, Vec<Waiter<O::Value>>>,
-    /// A reading of the target that is under way.
+    /// A running read of the target.
     reading: Option<BoxFuture<'static, Observed<O>>>,
-    /// Keys that had an operation since `reading` began: what it observes of them may be older than that.
+    /// Keys with an operation since `reading` started, whose observed rows may be older than that.
     touched: BTreeSet<O::Key>,
     pass_at: Instant,
     pass_failures: u32,
@@ -84,13 +84,13 @@ struct Loop<O: Operations> {
     published_at: Option<Instant>,
 }
 
-/// Makes the target follow the table until cancelled. Before the table has synced only rows that callers wait for are
+/// Makes the target follow the table until cancelled. Before the table is synced, only rows with waiting callers are
 /// applied.
 ///
-/// Cancelling never interrupts an operation that changes something: the loop ends when those under way have ended.
+/// Cancellation does not interrupt operations: the loop ends when running ones have completed.
 pub async fn run<O: Operations + 'static>(operations: O, with: Reconcile<O::Key, O::Value>) {
     let Reconcile { options, mut desired, published, clock, cancel, requests, handle } = with;
-    // Without callers the loop need not look for their requests.
+    // Without callers there are no requests.
     drop(handle);
     let mut requests = Some(requests);
     let mut this = Loop::new(operations, options, clock, desired.snapshot(), published);
@@ -184,7 +184,7 @@ impl<O: Operations + 'static> Loop<O> {
         }
     }
 
-    /// Nothing more is begun, and nobody is left waiting.
+    /// Starts nothing more, and answers all waiting callers.
     fn end(&mut self) {
         self.queue = Queue { awaited: VecDeque::new(), updates: VecDeque::new(), deletions: VecDeque::new() };
         self.reading = None;
@@ -200,7 +200,7 @@ impl<O: Operations + 'static> Loop<O> {
 
     // === Full passes ===
 
-    /// Whether a change that the target reports would bring a full pass forward.
+    /// Whether a change reported by the target would start a full pass earlier.
     fn watches(&self) -> bool {
         self.desired.synced && self.pass_at > Instant::now()
     }
@@ -217,7 +217,7 @@ impl<O: Operations + 'static> Loop<O> {
         self.reading = Some(Box::pin(async move { operations.observe().await }));
     }
 
-    /// Compares with what the target holds.
+    /// Compares with the target's actual state.
     fn compare(&mut self, observed: Observed<O>) {
         let touched = std::mem::take(&mut self.touched);
         let mut observed = match observed {
@@ -237,7 +237,7 @@ impl<O: Operations + 'static> Loop<O> {
         self.known = true;
         self.pass_failures = 0;
         self.failing_changed |= self.unreadable.take().is_some();
-        // A permanent error gets its next chance here.
+        // Permanent errors are retried here.
         self.second_chance = self.retries.permanent().cloned().collect();
         self.plan();
     }
@@ -257,7 +257,7 @@ impl<O: Operations + 'static> Loop<O> {
         self.failing_changed = true;
     }
 
-    /// The first full pass is over when everything it found has been tried.
+    /// The first full pass is complete when everything it found has been tried.
     fn finish_pass(&mut self) {
         if self.known && self.is_idle() {
             self.second_chance.clear();
@@ -267,7 +267,7 @@ impl<O: Operations + 'static> Loop<O> {
 
     // === What to do ===
 
-    /// Takes over the table. The rows that changed are the next to be applied.
+    /// Takes over the table. Changed rows are applied next.
     fn follow(&mut self, snapshot: Arc<Snapshot<O::Key, O::Value>>) {
         let before = std::mem::replace(&mut self.desired, snapshot);
         let changes = self.desired.rows.changes_from(&before.rows);
@@ -287,13 +287,13 @@ impl<O: Operations + 'static> Loop<O> {
         self.queue.deletions.extend(deletions);
     }
 
-    /// Queues everything that differs: updates first, then the surplus, each by key.
+    /// Queues all differences: updates first, then deletions, each by key.
     fn plan(&mut self) {
         let desired = &self.desired.rows;
         let updates = desired.iter().filter(|(key, value)| self.realised.get(*key) != Some(*value));
         self.queue.updates = updates.map(|(key, _)| key.clone()).collect();
         let surplus = self.realised.keys().filter(|key| !desired.contains_key(*key));
-        // A deletion that failed is owed although the target may hold nothing any more.
+        // A failed deletion must be retried although the target may have no entry any more.
         let owed = self.tried.keys().filter(|key| !desired.contains_key(*key) && !self.realised.contains_key(*key));
         self.queue.deletions = surplus.chain(owed).cloned().collect();
         let tried: Vec<O::Key> = self.tried.keys().cloned().collect();
@@ -302,14 +302,14 @@ impl<O: Operations + 'static> Loop<O> {
         }
     }
 
-    /// What failed and is as desired by now was put right by another hand, or is desired otherwise by now.
+    /// Failed keys that are in the desired state now were corrected by another program, or are desired differently now.
     fn settle_if_as_desired(&mut self, key: &O::Key) {
         if self.is_as_desired(key) {
             self.settled(key);
         }
     }
 
-    /// Answers those who wait for a value that the table no longer holds.
+    /// Answers callers that wait for a value that the table no longer has.
     fn supersede(&mut self, key: &O::Key) {
         let Some(waiters) = self.waiters.get_mut(key) else { return };
         let wanted = self.desired.rows.get(key);
@@ -321,8 +321,8 @@ impl<O: Operations + 'static> Loop<O> {
         }
     }
 
-    /// The target is known to hold the row that is desired. Says nothing about a row that is not desired and whose deletion
-    /// has failed.
+    /// The target is known to have the desired row. Not defined for a row that is not desired and whose deletion
+    /// failed.
     fn is_as_desired(&self, key: &O::Key) -> bool {
         self.desired.rows.get(key).is_some_and(|value| self.realised.get(key) == Some(value))
     }
@@ -372,12 +372,12 @@ impl<O: Operations + 'static> Loop<O> {
         } else {
             self.queue.awaited.push_back(key.clone());
             let waiters = self.waiters.entry(key).or_default();
-            // Of a row whose operation hangs, callers come and go.
+            // While the operation of a row hangs, callers may give up and new ones arrive.
             waiters.retain(|waiter| !waiter.reply.is_closed());
             waiters.push(Waiter { wanted, reply });
             return;
         };
-        // A caller that went away gets no answer.
+        // The caller may have gone away.
         let _ = reply.send(answer);
     }
 
@@ -403,17 +403,17 @@ impl<O: Operations + 'static> Loop<O> {
         }
     }
 
-    /// The next key that needs an operation and has none under way.
+    /// The next key that needs an operation and has none running.
     fn next_key(&mut self) -> Option<O::Key> {
         while let Some(key) = self.queue.awaited.pop_front() {
-            // A key that is busy is looked at again when its operation ends.
+            // A busy key is checked again when its operation completes.
             if self.busy.contains_key(&key) || !self.waiters.contains_key(&key) {
                 continue;
             }
             if !self.known || self.needs_operation(&key) {
                 return Some(key);
             }
-            // A full pass has found it as desired meanwhile.
+            // A full pass has found it in the desired state meanwhile.
             for waiter in self.waiters.remove(&key).unwrap_or_default() {
                 let _ = waiter.reply.send(Ok(()));
             }
@@ -437,7 +437,7 @@ impl<O: Operations + 'static> Loop<O> {
         None
     }
 
-    /// A key that is busy is looked at again when its operation ends.
+    /// A busy key is checked again when its operation completes.
     fn may_begin(&self, key: &O::Key, now: Duration) -> bool {
         !self.busy.contains_key(key) && self.needs_operation(key) && self.is_due(key, now)
     }
@@ -455,7 +455,7 @@ impl<O: Operations + 'static> Loop<O> {
                 Ok(())
             }
             Err(error) => {
-                // What the target holds is unknown now: not the new value, perhaps not the old one either.
+                // The target's entry is unknown now: neither certainly the new nor the old value.
                 if wanted.is_some() {
                     self.realised.remove(&key);
                 }
@@ -474,7 +474,7 @@ impl<O: Operations + 'static> Loop<O> {
                 self.queue.awaited.push_front(key.clone());
             }
         }
-        // The row may have changed while the operation was under way.
+        // The row may have changed during the operation.
         if self.known && self.may_begin(&key, self.clock.monotonic()) {
             if self.desired.rows.contains_key(&key) {
                 self.queue.updates.push_front(key);
@@ -518,17 +518,17 @@ impl<O: Operations + 'static> Loop<O> {
 
     // === Reporting ===
 
-    /// When to look again without being woken.
+    /// When to wake up without an event.
     fn wake(&self) -> Option<Instant> {
         let retry = self.known.then(|| self.retries.next(self.retried_until)).flatten();
         let pass = (self.desired.synced && self.reading.is_none()).then(|| {
-            // One that is due waits for the operations under way, each of which wakes the loop.
+            // A due one waits for the running operations, each of which wakes the loop.
             if self.pass_at <= Instant::now() { self.pass_at + PASS_PATIENCE } else { self.pass_at }
         });
         [retry.map(|at| self.clock.instant(at)), pass].into_iter().flatten().min()
     }
 
-    /// Publishes what has changed; answers when the rest is due.
+    /// Publishes changes of the status; returns when the rest is due.
     fn publish(&mut self) -> Option<Instant> {
         let done = self.realised.len();
         if let Some(at) = self.published_at

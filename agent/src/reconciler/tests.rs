@@ -1,4 +1,4 @@
-//! The loop on a target in memory, on the paused clock.
+//! The loop with a target in memory, on the paused clock.
 
 use super::*;
 use crate::clock::Clock;
@@ -18,16 +18,16 @@ impl Classify for Refused {
 #[derive(Debug, Default)]
 struct State {
     held: BTreeMap<u32, String>,
-    /// Every operation, in the order of their beginnings.
+    /// All operations, in the order of their start.
     calls: Vec<String>,
-    /// Answers of the next operations on a key.
+    /// Results of the next operations on a key.
     refuse: BTreeMap<u32, Vec<ErrorClass>>,
-    /// Answers of the next readings.
+    /// Results of the next reads.
     refuse_reading: Vec<ErrorClass>,
-    /// How long an operation, and a reading, takes.
+    /// Duration of an operation, and of a read.
     slow: Duration,
     slow_reading: Duration,
-    /// Keys of the operations under way, and the most there ever were.
+    /// Keys of the running operations, and their maximum number so far.
     under_way: Vec<u32>,
     most: usize,
 }
@@ -154,7 +154,7 @@ async fn seconds(seconds: u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_touched_before_the_table_has_synced() {
+async fn nothing_is_changed_before_the_table_is_synced() {
     let target = Memory::default();
     target.state().held.insert(7, "old".into());
     let rig = Rig::start(target);
@@ -177,7 +177,7 @@ async fn the_first_pass_adds_before_it_deletes_and_leaves_what_is_right() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_transient_error_is_tried_again_by_itself_and_others_are_not_held_up() {
+async fn a_transient_error_is_retried_and_does_not_block_other_keys() {
     let rig = Rig::start(Memory::default());
     rig.target.state().refuse.insert(1, vec![ErrorClass::Transient; 3]);
     rig.publish(&[(1, "a"), (2, "b")]);
@@ -198,7 +198,7 @@ async fn a_permanent_error_waits_for_the_full_pass_or_for_another_value() {
     seconds(200).await;
     assert_eq!(rig.calls(), ["set 1=a"]);
     assert_eq!(rig.status().failing["1"].next_try, None);
-    // Something else changes: still not tried. Another value: tried at once.
+    // Another row changes: still not retried. Another value: tried at once.
     rig.publish(&[(1, "a"), (2, "b")]);
     seconds(1).await;
     assert_eq!(rig.calls(), ["set 2=b"]);
@@ -213,8 +213,8 @@ async fn a_permanent_error_waits_for_the_full_pass_or_for_another_value() {
 #[tokio::test(start_paused = true)]
 async fn throttling_is_obeyed() {
     let rig = Rig::start(Memory::default());
-    let told = ErrorClass::Throttled { retry_after: Some(Duration::from_secs(17)) };
-    rig.target.state().refuse.insert(1, vec![told]);
+    let throttled = ErrorClass::Throttled { retry_after: Some(Duration::from_secs(17)) };
+    rig.target.state().refuse.insert(1, vec![throttled]);
     rig.publish(&[(1, "a")]);
     seconds(16).await;
     assert_eq!(rig.calls(), ["set 1=a"]);
@@ -223,7 +223,7 @@ async fn throttling_is_obeyed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_somebody_else_changes_is_put_right_when_the_target_tells_or_at_the_full_pass() {
+async fn foreign_changes_are_corrected_when_the_target_reports_them_or_in_a_full_pass() {
     let rig = Rig::start(Memory::default());
     rig.publish(&[(1, "a")]);
     seconds(1).await;
@@ -238,7 +238,7 @@ async fn what_somebody_else_changes_is_put_right_when_the_target_tells_or_at_the
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_target_that_cannot_be_read_is_tried_again_and_nothing_is_written_blindly() {
+async fn a_target_that_cannot_be_read_is_retried_and_nothing_is_written_blindly() {
     let rig = Rig::start(Memory::default());
     rig.target.state().refuse_reading = vec![ErrorClass::Transient; 2];
     rig.publish(&[(1, "a")]);
@@ -251,7 +251,7 @@ async fn a_target_that_cannot_be_read_is_tried_again_and_nothing_is_written_blin
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_deletion_is_tried_again_unless_the_row_is_wanted_again() {
+async fn a_failed_deletion_is_retried_unless_the_row_is_desired_again() {
     let rig = Rig::start(Memory::default());
     rig.publish(&[(1, "a"), (2, "b")]);
     seconds(1).await;
@@ -280,7 +280,7 @@ async fn several_keys_are_applied_at_a_time_and_deletions_wait_for_all_of_them()
     let rig = Rig::with(target, SERIAL.saturating_add(3));
     rig.publish(&many(0..10));
     tokio::time::sleep(Duration::from_millis(2500)).await;
-    // Two rounds of four are done, and two keys are left for the third.
+    // Two rounds of four are complete, and two keys are left for the third.
     let calls = rig.calls();
     assert_eq!(calls.len(), 10, "{calls:?}");
     assert!(calls.iter().all(|call| call.starts_with("set ")), "{calls:?}");
@@ -292,7 +292,7 @@ async fn several_keys_are_applied_at_a_time_and_deletions_wait_for_all_of_them()
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_key_that_hangs_holds_up_no_other() {
+async fn a_hanging_key_blocks_no_other() {
     let rig = Rig::with(Memory::default(), SERIAL.saturating_add(1));
     rig.target.state().slow = Duration::from_secs(1000);
     rig.publish(&many(0..1));
@@ -323,7 +323,7 @@ async fn what_is_published_while_the_target_is_read_is_applied_at_once_and_not_u
     rig.publish(&[(1, "a"), (2, "b")]);
     seconds(299).await;
     rig.calls();
-    // The full pass of the fifth minute reads what there was before the next two changes.
+    // The full pass of the fifth minute reads the state before the next two changes.
     rig.target.state().slow_reading = Duration::from_secs(10);
     seconds(3).await;
     rig.publish(&[(1, "a"), (3, "c")]);
@@ -348,16 +348,16 @@ async fn a_new_row_does_not_wait_for_the_end_of_a_long_list() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_publishes_can_wait_until_it_is_realised() {
+async fn a_publisher_can_wait_until_a_row_is_realised() {
     let rig = Rig::start(Memory::default());
     rig.target.state().slow = Duration::from_secs(1);
     rig.publish(&many(0..100));
     rig.set(50, Some("b"));
     rig.handle.realised(50, PATIENCE).await.unwrap();
-    // It was the next to be applied, whatever else is to do.
+    // It was the next to be applied, before others.
     assert_eq!(rig.target.state().held.get(&50).map(String::as_str), Some("b"));
     assert!(rig.target.state().held.len() < 5);
-    // So it is for a removal, and at once for what is so already.
+    // The same for a deletion, and at once for a row that is in the desired state.
     rig.set(50, None);
     rig.handle.realised(50, PATIENCE).await.unwrap();
     assert!(!rig.target.state().held.contains_key(&50));
@@ -375,7 +375,7 @@ async fn a_row_is_realised_for_its_waiter_before_the_target_was_read_and_the_tab
     rig.set(1, Some("a"));
     rig.handle.realised(1, PATIENCE).await.unwrap();
     assert_eq!(rig.calls(), ["set 1=a"]);
-    // Synced, but the target cannot be read: still only what is waited for.
+    // Synced, but the target cannot be read: still only rows with waiting callers.
     rig.publish(&[(1, "a"), (2, "b")]);
     seconds(1).await;
     rig.set(2, None);
@@ -394,7 +394,7 @@ async fn a_waiter_gets_the_error_of_a_try_that_its_asking_makes() {
     rig.publish(&[(1, "a")]);
     let refused = Err(NotRealised::Failed("target says Permanent".to_owned()));
     assert_eq!(rig.handle.realised(1, PATIENCE).await, refused);
-    // A permanent error is not tried again by itself, but for whoever asks.
+    // A permanent error is not retried on a timer, but for a waiting caller.
     seconds(100).await;
     assert_eq!(rig.calls(), ["set 1=a"]);
     assert_eq!(rig.handle.realised(1, PATIENCE).await, refused);
@@ -404,7 +404,7 @@ async fn a_waiter_gets_the_error_of_a_try_that_its_asking_makes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiter_learns_that_it_waits_too_long_for_another_value_or_for_nobody() {
+async fn a_waiter_gets_a_timeout_another_value_or_the_end_of_the_reconciler() {
     let rig = Rig::start(Memory::default());
     rig.target.state().slow = Duration::from_secs(1000);
     rig.publish(&[(1, "a")]);

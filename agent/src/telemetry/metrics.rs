@@ -1,7 +1,7 @@
 //! Metrics for Prometheus.
 //!
-//! [`METRICS`] declares each of them once: what is served, and the table in `agent/observing.md`, follow from it. States are
-//! gathered when somebody asks ([`Metric::sample`]); what happens in between is counted here, once for the process.
+//! [`METRICS`] declares them once, for serving and for the table in `agent/observing.md`. Gauges are gathered for each
+//! scrape ([`Metric::sample`]); counters and histograms are global to the process.
 
 use prometheus_client::encoding::prometheus_text;
 use prometheus_client::metrics::counter::Counter;
@@ -15,31 +15,31 @@ use std::time::Duration;
 
 pub use prometheus_text::CONTENT_TYPE;
 
-/// What a metric is to Prometheus.
+/// Type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A state now.
+    /// A current value.
     Gauge,
-    /// Grows from the start of what counts.
+    /// Increases from the start of the counting process.
     Counter,
-    /// How long something took, by buckets.
+    /// A distribution of durations, in buckets.
     Histogram,
 }
 
 /// The declaration of a metric.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Metric {
-    /// Name as it is served.
+    /// The served name.
     pub name: &'static str,
-    /// What it is.
+    /// The type.
     pub kind: Kind,
     /// Names of its labels.
     pub labels: &'static [&'static str],
-    /// What it tells, without full stop.
+    /// Description, without full stop.
     pub help: &'static str,
 }
 
-/// A value of a metric that was gathered.
+/// A gathered value of a metric.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     metric: &'static Metric,
@@ -50,7 +50,7 @@ pub struct Sample {
 type Labels = Vec<(&'static str, String)>;
 
 impl Metric {
-    /// A value under these labels, in the order of the declaration.
+    /// A value with these labels, in the order of the declaration.
     #[must_use]
     pub fn sample<const N: usize>(&'static self, labels: [&str; N], value: f64) -> Sample {
         Sample { metric: self, labels: self.labelled(labels), value }
@@ -77,29 +77,29 @@ metrics! {
     BUILD_INFO Gauge "cistern_build_info" ["version"]
         "Always 1; the version of the process";
     READY Gauge "cistern_ready" []
-        "1 while pods can be served, as `cistern status` says it";
+        "1 while pods can be served, as in `cistern status`";
     LEASES Gauge "cistern_leases" ["state"]
         "Addresses of this node that are not free: `provisional`, `confirmed`, `owner`, `quarantined`, `reserved`";
     POD_CIDR_ADDRESSES Gauge "cistern_pod_cidr_addresses" ["cidr", "state"]
-        "Addresses of a pod CIDR that pods can have: `used`, `quarantined`, `free`";
+        "Addresses of a pod CIDR available to pods: `used`, `quarantined`, `free`";
     WAIT_SECONDS Gauge "cistern_wait_seconds" ["wait"]
-        "How long the process has been waiting for something by now; no sample while it is not";
+        "Duration of a current wait; no sample if there is none";
     TARGET_ROWS Gauge "cistern_target_rows" ["target", "state"]
-        "Rows of what is reconciled: `done`, `failing`";
+        "Rows of a reconciled target: `done`, `failing`";
     TARGET_SYNCED Gauge "cistern_target_synced" ["target"]
-        "1 once a target was compared whole with what is wanted";
+        "1 after the first full pass of a target";
     LEADER Gauge "cistern_leader" []
-        "1 while this process leads the operators; no sample when it takes no part in the election";
+        "1 while this process is the operators' leader; no sample if it does not take part in the election";
     PACKETS Counter "cistern_datapath_packets_total" ["counter"]
-        "Packets by what the kernel programs did with them; counts on over restarts of the agent";
+        "Packets by counter of the kernel programs; not reset by restarts of the agent";
     CNI_REQUESTS Histogram "cistern_cni_request_duration_seconds" ["verb", "result"]
-        "Calls of the CNI plugin: `add`, `confirm`, `del`, `check`, `gc`; `ok` or the reason of the refusal";
+        "Calls of the CNI plugin: `add`, `confirm`, `del`, `check`, `gc`; `ok` or the reason of the error";
     CNI_ADD Histogram "cistern_cni_add_duration_seconds" []
-        "A pod's ADD as the runtime sees it: from the start of the plugin to the confirmation";
+        "Duration of ADD, from the start of the plugin to the confirmation";
     KUBERNETES_CALLS Counter "cistern_kubernetes_calls_total" ["verb", "kind", "result"]
-        "Single calls of the API server, watches apart: `ok`, the HTTP status, `timeout`, `not-leader` or `unreachable`";
+        "Calls of the API server, except watches: `ok`, the HTTP status, `timeout`, `not-leader` or `unreachable`";
     EVENTS Counter "cistern_events_total" ["reason", "result"]
-        "Kubernetes events: `written`, `failed` (tried again) or `dropped`";
+        "Kubernetes events: `written`, `failed` (retried) or `dropped`";
 }
 
 /// From a millisecond to what a runtime does not wait for any more.
@@ -147,13 +147,13 @@ pub fn event(reason: &str, result: &str) {
     COUNTED.events.get_or_create(&EVENTS.labelled([reason, result])).inc();
 }
 
-/// Everything in the text format of Prometheus ([`CONTENT_TYPE`]): what was gathered and what was counted.
+/// All metrics in the text format of Prometheus ([`CONTENT_TYPE`]), gathered and counted.
 #[must_use]
 pub fn render(gathered: &[Sample]) -> String {
     let mut registry = Registry::default();
     for metric in METRICS {
         let samples = gathered.iter().filter(|sample| sample.metric == *metric);
-        // The encoder puts the suffix and the full stop back.
+        // The encoder appends the suffix and the full stop.
         let (name, help) = (metric.name.trim_end_matches("_total"), metric.help);
         match metric.kind {
             Kind::Gauge => {
@@ -207,7 +207,7 @@ Served for Prometheus at `/metrics` of `prometheus-serve-addr` (agent) and `oper
 off unless they are set. Text format 0.0.4. Times are in seconds. Labels take a bounded number of values: no pod, no address, no
 container. `cistern_wait_seconds` above 300 and a `cistern_ready` of 0 are worth an alert.
 
-| metric | kind | labels | what it tells |
+| metric | kind | labels | meaning |
 |---|---|---|---|
 ";
 

@@ -1,67 +1,70 @@
 //! Logs and metrics.
 //!
-//! A log line has a message for people, and keys for whoever searches: [`LOG_KEYS`] lists them, and no line uses another.
+//! A log line has a human-readable message, and keys for searching: [`LOG_KEYS`] lists all of them.
 
 pub mod metrics;
 
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::FmtSpan;
 
-/// Every key of a log line, with what it holds.
+/// All keys of log lines, with their meaning.
 pub const LOG_KEYS: &[(&str, &str)] = &[
     ("address", "IP address"),
     ("attachment", "container ID and interface name of a pod"),
-    ("attempts", "failed tries in a row"),
+    ("attempts", "consecutive failures"),
     ("block", "pod CIDR"),
     ("container_id", "`CNI_CONTAINERID`"),
     ("crd", "name of a CustomResourceDefinition"),
     ("device", "name of a network device"),
     ("error", "what failed, with its causes"),
     ("excluded", "number of prefixes that are not masqueraded"),
-    ("finding", "fixed word of what was found, as in `cistern status`"),
+    ("expected", "layout of a map as declared by this build"),
+    ("finding", "machine-readable reason of a finding, as in `cistern status`"),
     ("flows", "numbers of translated flows"),
+    ("found", "layout of a map as pinned"),
     ("identity", "name of this process in the leader election"),
     ("ifname", "`CNI_IFNAME`"),
-    ("in_force", "what counts in spite of the error"),
+    ("in_force", "what is in force in spite of the error"),
     ("ipam", "IPAM mode"),
     ("key", "row of a target"),
     ("keys", "settings"),
     ("kind", "kind of object in the kernel's answer"),
     ("leases", "number of leases"),
-    ("message", "what was found, in words"),
-    ("next_try", "when it is tried again by itself, RFC 3339"),
+    ("map", "name of a map of the kernel programs"),
+    ("message", "text of a finding"),
+    ("next_try", "next retry, RFC 3339"),
     ("node", "name of a node"),
     ("nodes", "number of nodes"),
     ("owed", "number of records that are not on disk yet"),
     ("path", "file or directory"),
     ("pod", "`namespace/name`"),
-    ("reason", "why it waits or was decided; of a notice, the event's reason"),
+    ("reason", "reason of a wait or decision; of a notice, the event's reason"),
     ("rebooted", "whether the machine was rebooted since the last start"),
-    ("replayed", "number of DELs that waited on disk"),
-    ("request", "what a CiliumNode asks its agent for"),
-    ("scope", "the tasks that live and end together"),
-    ("since", "since when, RFC 3339"),
-    ("source", "where the ip-masq-agent list comes from"),
-    ("subject", "what a finding is about"),
-    ("table", "table of what is remembered"),
-    ("target", "what is reconciled"),
-    ("verb", "what the CNI plugin asked the agent for"),
+    ("replayed", "number of queued DELs that were executed"),
+    ("request", "uninstall request of a CiliumNode"),
+    ("scope", "group of tasks with a common lifetime"),
+    ("since", "start of a wait, RFC 3339"),
+    ("source", "source of the ip-masq-agent list"),
+    ("subject", "subject of a finding"),
+    ("table", "name of an in-memory table"),
+    ("target", "name of a reconciled target"),
+    ("verb", "call of the CNI plugin"),
     ("version", "version of the build or of the object"),
-    ("wait", "name of what waits, as in `cistern status`"),
+    ("wait", "name of a wait, as in `cistern status`"),
 ];
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Format {
-    /// One line of text.
+    /// Human-readable, one line.
     #[default]
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// Starts logging to standard error, once per process; later calls change nothing. `RUST_LOG` wins over `level`, which is
-/// that of Cistern's own lines; with `debug`, libraries speak from `info` on.
+/// Initialises logging to standard error, once per process; later calls change nothing. `RUST_LOG` overrides `level`,
+/// which applies to Cistern's own lines; with `debug`, libraries log from `info` on.
 pub fn init(format: Format, level: &str) {
     let default = directives(level);
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
@@ -71,15 +74,14 @@ pub fn init(format: Format, level: &str) {
         .with_ansi(false)
         .with_target(false)
         .with_span_events(FmtSpan::NONE);
-    // A second role in the same process finds the first one's subscriber.
+    // In a process with a second role, the first one's subscriber exists.
     let _ = match format {
         Format::Text => builder.try_init(),
         Format::Json => builder.json().try_init(),
     };
 }
 
-/// Who speaks from which level on. The client for the API server logs every failed try as an error; each wait says once
-/// what it waits for.
+/// Log levels by target. The API client logs every failed attempt as an error; each wait is logged once instead.
 fn directives(level: &str) -> String {
     if level == "debug" { "info,cistern=debug".to_owned() } else { format!("{level},kube_client=off") }
 }
@@ -101,7 +103,7 @@ mod tests {
         }
     }
 
-    /// The fields before the message of the macro call that `text` begins with: each key, without its mark.
+    /// The fields before the message of the macro call at the start of `text`: each key, without its sigil.
     fn keys(text: &str) -> Vec<&str> {
         let (mut depth, mut quoted, mut start, mut fields) = (0, false, 0, Vec::new());
         for (at, letter) in text.char_indices() {

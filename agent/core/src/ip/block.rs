@@ -141,7 +141,7 @@ impl fmt::Display for Carving {
 /// Proof of ownership of a block; the only thing that [`BlockSet::release`] accepts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block<O> {
-    /// The block.
+    /// The pod CIDR.
     pub net: IpNet,
     /// The owner.
     pub owner: O,
@@ -152,13 +152,13 @@ pub struct Block<O> {
 /// A released block that cannot be allocated to other owners yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Quarantined<O> {
-    /// The block.
+    /// The pod CIDR.
     pub net: IpNet,
     /// The former owner, who may claim it again.
     pub owner: O,
     /// When it was released.
     pub since: Timestamp,
-    /// When it becomes free.
+    /// When it becomes available.
     pub until: Timestamp,
 }
 
@@ -208,7 +208,7 @@ pub enum ClaimError<O: fmt::Display + fmt::Debug> {
         held: IpNet,
         /// Its former owner.
         owner: O,
-        /// When it becomes free.
+        /// When it becomes available.
         until: Timestamp,
     },
 }

@@ -54,7 +54,7 @@ pub enum Retry {
 pub struct Retries<K> {
     backoff: Backoff,
     failed: BTreeMap<K, (u32, Retry)>,
-    /// The same keys by the moment of their next try.
+    /// The same keys by the time of their next retry.
     moments: BTreeMap<Duration, BTreeSet<K>>,
 }
 
@@ -99,15 +99,15 @@ impl<K: Ord + Clone> Retries<K> {
         }
     }
 
-    /// Keys that became due after `since`, up to and including `now`; in the order of their moments.
+    /// Keys that became due after `since`, up to and including `now`, in the order of their retry times.
     pub fn due(&self, since: Option<Duration>, now: Duration) -> impl Iterator<Item = &K> {
         let from = since.map_or(Bound::Unbounded, Bound::Excluded);
-        // A range that ends before it begins is empty, and not a panic.
+        // A range that ends before it starts must be empty instead of a panic.
         let until = Bound::Included(since.map_or(now, |since| since.max(now)));
         self.moments.range((from, until)).flat_map(|(_, keys)| keys)
     }
 
-    /// The first moment after `since` at which a key is due.
+    /// The first time after `since` at which a key is due.
     #[must_use]
     pub fn next(&self, since: Option<Duration>) -> Option<Duration> {
         let from = since.map_or(Bound::Unbounded, Bound::Excluded);
@@ -120,12 +120,12 @@ impl<K: Ord + Clone> Retries<K> {
         self.failed.get(key).copied()
     }
 
-    /// The keys that are tried again at the next full pass only.
+    /// The keys that are only retried at the next full pass.
     pub fn permanent(&self) -> impl Iterator<Item = &K> {
         self.failed.iter().filter(|(_, (_, retry))| *retry == Retry::FullPass).map(|(key, _)| key)
     }
 
-    /// How many keys have failed and not succeeded since.
+    /// The number of keys that failed and have not succeeded since.
     #[must_use]
     pub fn len(&self) -> usize {
         self.failed.len()
@@ -168,7 +168,7 @@ mod tests {
         assert_eq!(retries.next(None), Some(seconds(12)));
         assert_eq!(due(None, 12), ["b"]);
         assert_eq!(due(None, 13), ["b", "a"]);
-        // What was due at the last look is not named again.
+        // Keys that were due at the last query are not returned again.
         assert_eq!(retries.next(Some(seconds(12))), Some(seconds(13)));
         assert_eq!(due(Some(12), 13), ["a"]);
         assert_eq!((due(Some(13), 13), due(Some(14), 13)), (vec![], vec![]));
@@ -192,9 +192,9 @@ mod tests {
     #[test]
     fn throttling_is_obeyed_to_the_second_and_beyond() {
         let mut retries = Retries::new(BACKOFF);
-        let told = ErrorClass::Throttled { retry_after: Some(seconds(17)) };
-        assert_eq!(retries.failed("a", told, seconds(100), 0), Retry::At(seconds(117)));
-        assert_eq!(retries.failed("b", told, seconds(100), u64::MAX), Retry::At(seconds(118)));
+        let throttled = ErrorClass::Throttled { retry_after: Some(seconds(17)) };
+        assert_eq!(retries.failed("a", throttled, seconds(100), 0), Retry::At(seconds(117)));
+        assert_eq!(retries.failed("b", throttled, seconds(100), u64::MAX), Retry::At(seconds(118)));
         // No delay requested: the back-off's own applies.
         let silent = ErrorClass::Throttled { retry_after: None };
         assert_eq!(retries.failed("c", silent, seconds(100), u64::MAX), Retry::At(seconds(101)));
