@@ -1,14 +1,14 @@
-//! Packets on their way out by an egress device.
+//! Packets that leave by an egress device.
 //!
 //! ```text
 //!  parse ─► cache hit, by the pod's own device ────────────► translate
 //!             │ miss, SYN, or policy at once
 //!             ├─ source is no pod of ours:
-//!             │    it is the device's address ─► host: hold the port, move the flow only if a pod has it
+//!             │    it is the device's address ─► host: reserve the port, translate only if a pod has it
 //!             │    any other ─► pass
 //!             ├─ the packet came in by another device than the pod's, or the pod is exempt ─► pass
-//!             ├─ destination excluded ─► pass (TCP, shortly after the change: translate if it was before)
-//!             ├─ answer to a flow from outside ─► pass
+//!             ├─ destination excluded ─► pass (TCP, shortly after a change: translate if it was before)
+//!             ├─ reply of a flow from outside ─► pass
 //!             ├─ found in the reverse map ─────────────────► translate
 //!             ├─ never opens a flow, or may be older than the policy ─► pass
 //!             └─ allocate ─────────────────────────────────► translate, or drop
@@ -35,15 +35,15 @@ use crate::nat::{self, Owner, Refused};
 use crate::packet::{self, Packet};
 use crate::report::{count, event};
 
-/// What becomes of a packet.
+/// The treatment of a packet.
 enum Verdict {
-    /// It goes on as it is, counted as this.
+    /// Passed unchanged, with this counter.
     Pass(Counter),
-    /// It goes on from this address and port.
+    /// Source translated to this address and port.
     Translate(Address, Port),
-    /// It ends here, counted as this.
+    /// Dropped, with this counter.
     Drop(Counter),
-    /// It goes on as it is to the programs of another build, which decide and count.
+    /// Passed unchanged to the programs of another build, which decide and count.
     Leave,
 }
 
@@ -72,22 +72,22 @@ pub fn cistern_egress(ctx: TcContext) -> i32 {
     }
 }
 
-/// The longest excluded prefix that holds the address.
+/// The longest excluded prefix that contains the address.
 #[inline(always)]
 pub(crate) fn excluded(address: Address) -> Option<&'static ExcludedValue> {
     EXCLUDED.get(&Key::new(32, ExcludedAddress { address }))
 }
 
-/// Whether the packet came in by this device, which is 0 where any counts.
+/// Whether the packet arrived by this device, which is 0 for any.
 #[inline(always)]
 fn came_by(ctx: &TcContext, device: u32) -> bool {
     device == 0 || device == packet::ingress_ifindex(ctx)
 }
 
-/// Whether the source is still the endpoint that the cached flow is of. A flow of the host is of none, and is looked for.
+/// Whether the source is still the endpoint of the cached flow. A flow of the host has none, and is searched.
 #[inline(always)]
 fn of_endpoint(value: &FwdValue, source: Address) -> bool {
-    // SAFETY: user space replaces endpoint values whole; the fields are one word each.
+    // SAFETY: user space replaces endpoint values as a whole; the fields are one word each.
     let endpoint = unsafe { ENDPOINTS.get(EndpointKey { address: source }) };
     endpoint.is_some_and(|endpoint| {
         endpoint.ifindex == value.device && same_pod(value.endpoint_generation, endpoint.generation)
@@ -115,10 +115,10 @@ fn decide(ctx: &TcContext, packet: &Packet) -> Verdict {
 
     let mut cached = None;
     if let Some(value) = FWD.get_ptr_mut(flow) {
-        // SAFETY: valid until the program ends; a slot that the LRU gives away meanwhile shows another flow's values
-        // for this one packet at worst, which the check against the reverse map notices within a second.
+        // SAFETY: valid until the program ends; if the LRU reuses the slot meanwhile, this packet uses another flow's
+        // values at worst, which the check against the reverse map detects within a second.
         let value = unsafe { &mut *value };
-        // SAFETY: a plain field. Read once: user space may raise it between the comparison and the store.
+        // SAFETY: a plain field. Read once: user space may increment it between the comparison and the store.
         let epoch = unsafe { core::ptr::read_volatile(&settings.epoch) };
         let checked = value.epoch == epoch;
         if !checked && !is_own_address(ctx, value.external) {
@@ -156,17 +156,17 @@ fn decide(ctx: &TcContext, packet: &Packet) -> Verdict {
     search_or_open(ctx, settings, packet, &search, sticky)
 }
 
-/// A flow whose entry is to be looked for in the reverse map.
+/// A flow whose entry is searched in the reverse map.
 struct Search {
-    /// The address that it leaves under.
+    /// The translated source address.
     external: Address,
-    /// Whose flow it is.
+    /// The owner.
     owner: Owner,
-    /// The destination is excluded: an entry counts only if it is older than that, and none is made.
+    /// The destination is excluded: only an older entry counts, and none is created.
     excluded: bool,
 }
 
-/// The rules for a packet that the cache does not answer: a verdict, or what to look for.
+/// The rules for a cache miss: a verdict, or a search.
 #[inline(always)]
 fn consider(
     ctx: &TcContext,
@@ -177,7 +177,7 @@ fn consider(
 ) -> Result<Search, Verdict> {
     let flow = &packet.flow;
     let opens = flow.protocol == TCP && tcp_opens(packet.flags);
-    // SAFETY: user space replaces endpoint values whole; the flags are one word.
+    // SAFETY: user space replaces endpoint values as a whole; the flags are one word.
     let Some(endpoint) = (unsafe { ENDPOINTS.get(EndpointKey { address: flow.source }) }) else {
         if flow.source == device_address(ctx) {
             return host(ctx, settings, packet);
@@ -204,7 +204,7 @@ fn consider(
     }
 
     if opens {
-        // Asked first: that takes no lock, and there is hardly ever one.
+        // Checked first: it takes no lock, and there is hardly ever one.
         if INBOUND.get_ptr(flow).is_some() {
             let _ = INBOUND.remove(flow);
         }
@@ -235,9 +235,9 @@ fn consider(
     Ok(Search { external, owner, excluded: false })
 }
 
-/// Looks for the flow's entry; where there is none, makes one if a packet like this may open a flow.
+/// Searches the flow's entry; if there is none, creates one if this packet may open a flow.
 ///
-/// A SYN to an excluded destination ends what an older flow of the same ends had.
+/// A SYN to an excluded destination deletes the entry of an older flow of the same tuple.
 #[inline(always)]
 fn search_or_open(
     ctx: &TcContext,
@@ -288,30 +288,30 @@ fn search_or_open(
     }
 }
 
-/// The address that pods leave under by the packet's device; 0.0.0.0 where there is none.
+/// The masquerade address of the packet's device; 0.0.0.0 if there is none.
 #[inline(always)]
 pub(crate) fn device_address(ctx: &TcContext) -> Address {
     // SAFETY: user space writes the four bytes as a whole.
     unsafe { DEVICES.get(DeviceKey { ifindex: packet::ifindex(ctx) }) }.map_or([0; 4], |value| value.address)
 }
 
-/// Whether the address is on this node: it may be on another device than the one that the packet leaves by.
+/// Whether the address is on this node, possibly on another device than the packet's.
 #[inline(always)]
 fn is_own_address(ctx: &TcContext, address: Address) -> bool {
     address == device_address(ctx) || excluded(address).is_some_and(|prefix| prefix.reason == reason::OWN_NODE)
 }
 
-/// A flow of the host under the address that pods leave under too. It keeps its port, which is held in the reverse map
-/// so that no pod is given it towards the same remote end. Where a pod has it already, the host's flow is moved.
+/// A flow of the host from the masquerade address. It keeps its port, which is reserved in the reverse map against use
+/// by a pod's flow to the same remote endpoint. If a pod has it already, the host's flow is translated.
 ///
-/// Held are only ports that a pod could be given, towards destinations that pods are translated for, and for TCP only
-/// by a SYN: a listening or connected socket is found by the look-up that allocation does.
+/// Only ports in the range for pods are reserved, for destinations that are masqueraded, and for TCP only by a SYN: a
+/// listening or connected socket is found by the lookup during allocation.
 #[inline(always)]
 fn host(ctx: &TcContext, settings: &SettingsValue, packet: &Packet) -> Result<Search, Verdict> {
     let flow = &packet.flow;
     let pass = Err(Verdict::Pass(Counter::HostFlow));
-    let givable = nat::givable(settings, flow.protocol, u16::from_be_bytes(flow.source_port));
-    if flow.source == [0; 4] || !givable || excluded(flow.destination).is_some() {
+    let is_allocatable = nat::is_allocatable(settings, flow.protocol, u16::from_be_bytes(flow.source_port));
+    if flow.source == [0; 4] || !is_allocatable || excluded(flow.destination).is_some() {
         return pass;
     }
     let key = flow.outside(flow.source, flow.source_port);
@@ -330,7 +330,7 @@ fn host(ctx: &TcContext, settings: &SettingsValue, packet: &Packet) -> Result<Se
     let held = handover::allocates(settings.handover, u16::from_be_bytes(flow.source_port));
     if held && (flow.protocol != TCP || tcp_opens(packet.flags)) {
         let value = RevValue::opened(flow, OWNER_HOST, 0, packet::ifindex(ctx), now);
-        // A full map costs the host its reservation, not its packet.
+        // If the map is full, the host loses its reservation, but not its packet.
         let _ = REV.insert(key, value, u64::from(BPF_NOEXIST));
     }
     pass

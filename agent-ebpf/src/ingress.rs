@@ -1,7 +1,7 @@
-//! Packets that come in by an egress device.
+//! Packets that arrive by an egress device.
 //!
-//! An answer to a translated flow gets the pod back as its destination. A packet that opens a flow towards a pod is
-//! remembered, so that the pod's answer leaves with the pod's own address. Everything else belongs to the host.
+//! A reply of a translated flow is translated back to the pod. A packet that opens a flow to a pod is recorded, so that
+//! the pod's replies leave with the pod's own address. All others are the host's.
 
 use aya_ebpf::bindings::{
     BPF_ANY,
@@ -25,7 +25,7 @@ use crate::report::count;
 pub fn cistern_ingress(ctx: TcContext) -> i32 {
     let Some(mut packet) = packet::flow(&ctx) else { return TCX_NEXT };
     let flow = packet.flow;
-    // An echo request from outside answers nothing, and the pod's reply to it passes untouched.
+    // An echo request from outside is no reply, and the pod's reply to it passes unchanged.
     if flow.protocol == ICMP && !packet.echo_reply {
         return TCX_NEXT;
     }
@@ -42,7 +42,7 @@ pub fn cistern_ingress(ctx: TcContext) -> i32 {
         zero: [0; 3],
     };
     if let Some(entry) = REV.get_ptr_mut(key) {
-        // SAFETY: valid until the program ends; see `nat::owned` for slots that are given away.
+        // SAFETY: valid until the program ends; see `nat::owned` about reused slots.
         let entry = unsafe { &mut *entry };
         if !of_endpoint(entry, settings) {
             count(Counter::PodEnded);
@@ -66,16 +66,16 @@ pub fn cistern_ingress(ctx: TcContext) -> i32 {
     TCX_NEXT
 }
 
-/// Whether the pod that opened the flow is still the endpoint at its address. Looked up once for each epoch, since nothing else
-/// ends an endpoint. A flow of the host is of no endpoint.
+/// Whether the pod that opened the flow is still the endpoint at its address. Checked once per epoch, which is
+/// incremented whenever an endpoint may have ended. A flow of the host has no endpoint.
 #[inline(always)]
 fn of_endpoint(entry: &mut RevValue, settings: &SettingsValue) -> bool {
-    // SAFETY: a plain field. Read once: user space may raise it between the comparison and the store.
+    // SAFETY: a plain field. Read once: user space may increment it between the comparison and the store.
     let epoch = unsafe { core::ptr::read_volatile(&settings.epoch) };
     if entry.epoch == epoch || entry.owner != OWNER_POD {
         return true;
     }
-    // SAFETY: user space replaces endpoint values whole; the generation is one word.
+    // SAFETY: user space replaces endpoint values as a whole; the generation is one word.
     let Some(endpoint) = (unsafe { ENDPOINTS.get(EndpointKey { address: entry.origin }) }) else { return false };
     if !same_pod(entry.endpoint_generation, endpoint.generation) {
         return false;
@@ -84,20 +84,20 @@ fn of_endpoint(entry: &mut RevValue, settings: &SettingsValue) -> bool {
     true
 }
 
-/// Keeps the inbound table: an entry is made for a TCP SYN, or for UDP, towards a pod of this node, unless the pod
-/// itself opened a flow between the same ends, whose late packets must not look like an opening. Remote ends that are
-/// excluded need none, since answers to them keep the pod's address anyway.
+/// Updates the inbound table: an entry is created for a TCP SYN, or for UDP, to a pod of this node, unless the pod
+/// itself opened a flow with the same tuple, whose late packets must not look like an opening. Excluded remote
+/// endpoints need none, since replies to them keep the pod's address anyway.
 #[inline(always)]
 fn remember(ctx: &TcContext, settings: &SettingsValue, packet: &Packet) {
     let flow = &packet.flow;
-    // SAFETY: only asked whether it is there.
+    // SAFETY: only checked for existence.
     if unsafe { ENDPOINTS.get(EndpointKey { address: flow.destination }) }.is_none() {
         return;
     }
     let (answer, now) = (flow.answer(), nat::now());
     let opens = flow.protocol == TCP && tcp_opens(packet.flags);
     if let Some(value) = INBOUND.get_ptr_mut(answer) {
-        // SAFETY: valid until the program ends; a slot that the LRU gives away gets one wrong time stamp.
+        // SAFETY: valid until the program ends; if the LRU reuses the slot, that entry gets one wrong time stamp.
         let value = unsafe { &mut *value };
         if opens {
             value.received = seen::ANY;
@@ -126,7 +126,7 @@ fn remember(ctx: &TcContext, settings: &SettingsValue, packet: &Packet) {
     }
 }
 
-/// Whether the pod's flow is a translated one.
+/// Whether the pod's flow is translated.
 #[inline(always)]
 fn translated(ctx: &TcContext, settings: &SettingsValue, flow: &FlowKey) -> bool {
     FWD.get_ptr(flow).is_some() || nat::find(settings, flow, device_address(ctx)).is_some()

@@ -1,10 +1,10 @@
-//! The kernel programs: one sees packets before they leave by an egress device and gives pod flows the node's address,
-//! the other sees packets that come in by it and gives answers back to the pod.
+//! The kernel programs: the egress program translates the source of pod flows to the node's address, the ingress
+//! program translates replies back to the pod.
 //!
 //! The rules are those of `cistern_core::masquerade::decide`; one table of cases runs on both.
 //!
-//! Every packet goes on to whatever is attached behind us (`TCX_NEXT`), but for those that need the node's address and
-//! cannot get it, which are dropped and counted: with the pod's address they would only confuse the other side.
+//! All packets continue to the next program (`TCX_NEXT`), except those that must be masqueraded but cannot be, which
+//! are dropped and counted: with the pod's address they would get no valid reply.
 #![no_std]
 #![no_main]
 
@@ -23,7 +23,7 @@ fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
     loop {}
 }
 
-// The kernel allows the helpers that the programs call to GPL-compatible programs alone, and reads it here.
+// The programs use GPL-only helpers; the kernel reads the licence here.
 #[unsafe(link_section = "license")]
 #[unsafe(no_mangle)]
 static LICENSE: [u8; 4] = *b"GPL\0";

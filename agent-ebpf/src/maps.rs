@@ -1,4 +1,4 @@
-//! The maps. Names, types and sizes are those of the shared crate, so that user space can compare a pinned map with them.
+//! The maps. Names, types and sizes are in the shared crate, so that user space can compare pinned maps with them.
 
 use aya_ebpf::btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray};
 use aya_ebpf::macros::btf_map;

@@ -1,7 +1,7 @@
-//! Finding, making and keeping the entries of translated flows.
+//! Entries of translated flows: lookup, creation, update.
 //!
-//! The reverse map is the authority: to own a port is to have its entry there, made with "must not exist", which is one
-//! atomic step and needs no lock. The forward cache only spares the search.
+//! The reverse map is authoritative: a port is owned by having its entry there, inserted with `BPF_NOEXIST`, which is
+//! atomic and needs no lock. The forward cache only saves the search.
 
 use aya_ebpf::bindings::{BPF_ANY, BPF_NOEXIST, bpf_sock_tuple};
 use aya_ebpf::helpers::{bpf_ktime_get_coarse_ns, bpf_sk_lookup_udp, bpf_sk_release, bpf_skc_lookup_tcp};
@@ -20,7 +20,7 @@ const EEXIST: i32 = -17;
 /// milliseconds.
 #[inline(always)]
 pub(crate) fn now() -> u32 {
-    // SAFETY: takes nothing and returns a number.
+    // SAFETY: takes no arguments and returns a number.
     (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32
 }
 
@@ -30,54 +30,54 @@ pub(crate) fn within(since: u32, window: u32, now: u32) -> bool {
     since != 0 && now.saturating_sub(since) < window
 }
 
-/// Bits that an entry remembers of a packet.
+/// Bits of a packet that an entry records.
 #[inline(always)]
 pub(crate) fn seen_of(flow: &FlowKey, flags: u8) -> u8 {
     if flow.protocol == TCP { tcp_seen(flags) } else { seen::ANY }
 }
 
-/// Whose flow is looked for or opened.
+/// The owner of a flow that is searched or created.
 #[derive(Clone, Copy)]
 pub(crate) struct Owner {
     /// `OWNER_POD` or `OWNER_HOST`.
     pub(crate) kind: u8,
-    /// The endpoint's; 0 for the host.
+    /// The endpoint's generation; 0 for the host.
     pub(crate) generation: u32,
-    /// The device by which its packets come in; 0 where any counts.
+    /// The device by which its packets arrive; 0 for any.
     pub(crate) device: u32,
 }
 
 /// Why a flow got no entry.
 #[derive(Clone, Copy)]
 pub(crate) enum Refused {
-    /// The programs that take over from these make it.
+    /// The programs that take over from these create it.
     HandedOver,
-    /// All ports tried are taken.
+    /// All tried ports are in use.
     NoPort,
     /// The reverse map is full.
     MapFull,
 }
 
-/// Whether the port is never given.
+/// Whether the port is reserved.
 #[inline(always)]
 pub(crate) fn reserved(port: u16) -> bool {
     PORTS.get(u32::from(port >> 6)).is_none_or(|word| word.reserved >> (port & 63) & 1 != 0)
 }
 
-/// The ports that a flow of this protocol may be given.
+/// The ports for flows of this protocol.
 #[inline(always)]
 pub(crate) fn range(settings: &SettingsValue, protocol: u8) -> PortRange {
     if protocol == ICMP { PortRange::ANY } else { PortRange { first: settings.port_first, last: settings.port_last } }
 }
 
-/// Whether a flow of this protocol may be given the port.
+/// Whether a flow of this protocol may have the port.
 #[inline(always)]
-pub(crate) fn givable(settings: &SettingsValue, protocol: u8, port: u16) -> bool {
+pub(crate) fn is_allocatable(settings: &SettingsValue, protocol: u8, port: u16) -> bool {
     range(settings, protocol).contains(port) && (protocol == ICMP || !reserved(port))
 }
 
-/// Records a packet that the flow's own end sent. A TCP SYN starts the entry's life anew. An entry that a former pod with the same
-/// address left under the same ends becomes this one's.
+/// Records a packet from the local end. A TCP SYN resets the entry's state. An entry of a former pod with the same
+/// address and tuple becomes this pod's.
 #[inline(always)]
 pub(crate) fn touch_sent(value: &mut RevValue, flow: &FlowKey, flags: u8, generation: u32, now: u32) {
     if value.endpoint_generation != generation {
@@ -97,7 +97,7 @@ pub(crate) fn touch_sent(value: &mut RevValue, flow: &FlowKey, flags: u8, genera
     }
 }
 
-/// Records a packet of the remote end.
+/// Records a packet from the remote end.
 #[inline(always)]
 pub(crate) fn touch_received(value: &mut RevValue, bits: u8, now: u32) {
     let bits = value.received | bits;
@@ -109,17 +109,17 @@ pub(crate) fn touch_received(value: &mut RevValue, bits: u8, now: u32) {
     }
 }
 
-/// The entry under `key`, if it is that of `flow`.
+/// The entry under `key`, if it belongs to `flow`.
 #[inline(always)]
 pub(crate) fn owned(key: &RevKey, flow: &FlowKey) -> Option<&'static mut RevValue> {
     let value = REV.get_ptr_mut(key)?;
-    // SAFETY: the pointer is valid until the program ends. The entry's slot may be given to another flow meanwhile, by
-    // the collector only, which takes entries long idle; then one time stamp of that flow is wrong by a packet.
+    // SAFETY: the pointer is valid until the program ends. The entry's slot may be reused for another flow meanwhile,
+    // but only by the collector's deletion of long-idle entries; then one time stamp of that flow is wrong by a packet.
     let value = unsafe { &mut *value };
     (value.origin == flow.source && value.origin_port == flow.source_port).then_some(value)
 }
 
-/// Looks for the entry of a flow that the cache has lost, as far as any allocation ever went.
+/// Searches the entry of a flow that is missing in the cache, as far as any allocation has probed.
 #[inline(always)]
 pub(crate) fn find(
     settings: &SettingsValue,
@@ -146,7 +146,7 @@ pub(crate) fn find(
     None
 }
 
-/// Puts a flow into the cache. That this fails is no harm: the next packet searches.
+/// Inserts a flow into the cache. A failure is harmless: the next packet searches.
 #[inline(always)]
 pub(crate) fn cache(
     settings: &SettingsValue,
@@ -169,13 +169,13 @@ pub(crate) fn cache(
     let _ = FWD.insert(flow, value, u64::from(BPF_ANY));
 }
 
-/// What came of the try to own a port.
+/// Result of an attempt to own a port.
 enum Claim {
-    /// It is the flow's.
+    /// Owned by the flow.
     Owned,
-    /// It is another's.
+    /// Owned by another flow.
     Taken,
-    /// There is no room for an entry.
+    /// The map is full.
     Full,
 }
 
@@ -187,14 +187,14 @@ fn claim(ctx: &TcContext, key: &RevKey, flow: &FlowKey, value: &RevValue) -> Cla
     }
     match REV.insert(key, value, u64::from(BPF_NOEXIST)) {
         Ok(()) => Claim::Owned,
-        // Another CPU may have been faster with a packet of this same flow.
+        // Another CPU may have inserted it for a packet of the same flow.
         Err(EEXIST) if owned(key, flow).is_some() => Claim::Owned,
         Err(EEXIST) => Claim::Taken,
         Err(_) => Claim::Full,
     }
 }
 
-/// Gives a flow a port, which is its own where that is free and may be given.
+/// Allocates a port to a flow: its source port if that is free and allowed.
 #[inline(always)]
 pub(crate) fn allocate(
     ctx: &TcContext,
@@ -220,7 +220,7 @@ pub(crate) fn allocate(
             }
             walk.next_port()
         };
-        if !givable(settings, flow.protocol, port) || !handover::allocates(settings.handover, port) {
+        if !is_allocatable(settings, flow.protocol, port) || !handover::allocates(settings.handover, port) {
             continue;
         }
         let port = port.to_be_bytes();
@@ -236,13 +236,13 @@ pub(crate) fn allocate(
     Err(Refused::NoPort)
 }
 
-/// Remembers that this try gave a port.
+/// Records that this attempt allocated a port.
 #[inline(always)]
 fn mark_try(attempt: usize) {
     if let Some(tries) = TRIES.get_ptr_mut(0)
         && attempt < ports::TRIES
     {
-        // SAFETY: the one slot of an array map; bytes are only ever set to 1.
+        // SAFETY: the single slot of an array map; bytes are only ever set to 1.
         unsafe {
             if (*tries).used[attempt] == 0 {
                 if attempt != 0 {
@@ -254,13 +254,13 @@ fn mark_try(attempt: usize) {
     }
 }
 
-/// Whether a socket of the node listens on this outside end, or has it towards this remote end.
+/// Whether a socket of the node listens on this translated source, or is connected from it to this remote endpoint.
 #[inline(always)]
 fn used_by_host(ctx: &TcContext, key: &RevKey) -> bool {
     if key.protocol == ICMP {
         return false;
     }
-    // The answer's ends, since it is the answer that the socket would take.
+    // The tuple of the reply, since that is what the socket would receive.
     let mut tuple = SocketTuple {
         source: key.remote,
         destination: key.external,
@@ -269,8 +269,8 @@ fn used_by_host(ctx: &TcContext, key: &RevKey) -> bool {
     };
     let tuple_pointer = core::ptr::from_mut(&mut tuple).cast::<bpf_sock_tuple>();
     let size = size_of::<SocketTuple>() as u32;
-    // SAFETY: the tuple is initialised and as long as said; -1 is the namespace of the device. A socket that is found
-    // is released before anything else happens, as the verifier demands.
+    // SAFETY: the tuple is initialised and of the given length; -1 is the device's namespace. A socket is released
+    // right after the lookup, as the verifier requires.
     unsafe {
         let context = ctx.skb.skb.cast();
         let socket = if key.protocol == TCP {
@@ -289,8 +289,8 @@ fn used_by_host(ctx: &TcContext, key: &RevKey) -> bool {
 /// `BPF_F_CURRENT_NETNS`
 const CURRENT_NETNS: u64 = u64::MAX;
 
-/// The IPv4 half of the kernel's `struct bpf_sock_tuple`; its union is as long as the IPv6 half, and the helper takes
-/// the family from the length.
+/// The IPv4 part of the kernel's `struct bpf_sock_tuple`; its union has the size of the IPv6 part, and the helper
+/// derives the family from the length.
 #[repr(C)]
 struct SocketTuple {
     source: Address,
@@ -299,7 +299,7 @@ struct SocketTuple {
     destination_port: Port,
 }
 
-/// Removes a flow from cache and reverse map.
+/// Deletes a flow from cache and reverse map.
 #[inline(always)]
 pub(crate) fn forget(flow: &FlowKey, external: Address, external_port: Port) {
     let key = flow.outside(external, external_port);

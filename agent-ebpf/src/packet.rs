@@ -1,4 +1,4 @@
-//! Reading the headers of a packet, and rewriting them.
+//! Parsing and rewriting of packet headers.
 
 use aya_ebpf::bindings::{BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR};
 use aya_ebpf::programs::TcContext;
@@ -14,35 +14,34 @@ use crate::report::count;
 /// A TCP, UDP or echo packet that is not a fragment.
 pub(crate) struct Packet {
     header: Ipv4Header,
-    /// Where the transport header starts.
+    /// Offset of the transport header.
     transport: usize,
-    /// The ends, as the packet has them. Of an echo request the identifier is the source port, of a reply it is the
-    /// destination port.
+    /// The tuple of the packet. An echo request has its identifier as source port, a reply as destination port.
     pub(crate) flow: FlowKey,
-    /// TCP flags; 0 for the others.
+    /// TCP flags; 0 for other protocols.
     pub(crate) flags: u8,
     /// An ICMP echo reply.
     pub(crate) echo_reply: bool,
 }
 
-/// What a packet is to the programs.
+/// Result of parsing.
 enum Parsed {
-    /// One to decide about.
+    /// A packet to process.
     Flow(Packet),
-    /// Not handled, and counted as this.
+    /// Passed unchanged, with this counter.
     Untouched(Counter),
     /// Neither IPv4 nor IPv6.
     Foreign,
 }
 
-/// Fields of the socket buffer that no accessor gives.
+/// Fields of the socket buffer without an accessor.
 #[inline(always)]
 pub(crate) fn ifindex(ctx: &TcContext) -> u32 {
-    // SAFETY: the kernel hands a valid context to the program, and the verifier knows the field.
+    // SAFETY: the context is valid, and the verifier knows the field.
     unsafe { (*ctx.skb.skb).ifindex }
 }
 
-/// The device by which the packet came to this node; 0 where the node itself sends it.
+/// The device by which the packet arrived at this node; 0 if the node itself sends it.
 #[inline(always)]
 pub(crate) fn ingress_ifindex(ctx: &TcContext) -> u32 {
     // SAFETY: as above.
@@ -56,10 +55,10 @@ pub(crate) fn mark(ctx: &TcContext) -> u32 {
     unsafe { (*ctx.skb.skb).mark }
 }
 
-/// Bytes that hold all headers that the programs read: Ethernet, IPv4 with all options, TCP up to its options.
+/// Maximum length of the headers that the programs read: Ethernet, IPv4 with all options, TCP without options.
 const HEADERS: u32 = 14 + 60 + 20;
 
-/// A packet to decide about. One that is not handled goes on untouched, counted by its kind.
+/// The packet to process. Others are passed unchanged and counted by kind.
 #[inline(always)]
 pub(crate) fn flow(ctx: &TcContext) -> Option<Packet> {
     match parse(ctx) {
@@ -72,7 +71,7 @@ pub(crate) fn flow(ctx: &TcContext) -> Option<Packet> {
     }
 }
 
-/// Reads the headers. A packet may have them outside of its linear part; then they are pulled in, once.
+/// Parses the headers. If they are outside the linear part of the packet, they are pulled in, once.
 #[inline(always)]
 fn parse(ctx: &TcContext) -> Parsed {
     // SAFETY: as above.
@@ -96,17 +95,17 @@ fn parse(ctx: &TcContext) -> Parsed {
     Parsed::Untouched(Counter::Malformed)
 }
 
-/// `N` bytes at `at`, if they lie before `end`.
+/// `N` bytes at `at`, if they end before `end`.
 #[inline(always)]
 fn bytes<const N: usize>(at: usize, end: usize) -> Option<[u8; N]> {
     if at + N > end {
         return None;
     }
-    // SAFETY: the bytes lie in the linear part of the packet, which the comparison proves to the verifier too.
+    // SAFETY: the bytes are in the linear part of the packet, as the comparison also proves to the verifier.
     Some(unsafe { *(at as *const [u8; N]) })
 }
 
-/// Reads the headers in the linear part; `None` when they do not lie there.
+/// Parses the headers in the linear part; `None` if they are not there.
 #[inline(always)]
 fn parse_linear(ctx: &TcContext) -> Option<Parsed> {
     let (start, end) = (ctx.data(), ctx.data_end());
@@ -156,7 +155,7 @@ fn parse_linear(ctx: &TcContext) -> Option<Parsed> {
 }
 
 impl Packet {
-    /// Gives the packet another source. After an error it may be half changed, and must not go on.
+    /// Sets the packet's source. After an error it may be partly changed, and must be dropped.
     #[inline(always)]
     pub(crate) fn set_source(&mut self, ctx: &TcContext, address: Address, port: Port) -> Result<(), i64> {
         let (from, from_port) = (self.flow.source, self.flow.source_port);
@@ -165,7 +164,7 @@ impl Packet {
         self.write(ctx, (from, address), (from_port, port), offset)
     }
 
-    /// Gives the packet another destination. After an error it may be half changed, and must not go on.
+    /// Sets the packet's destination. After an error it may be partly changed, and must be dropped.
     #[inline(always)]
     pub(crate) fn set_destination(&mut self, ctx: &TcContext, address: Address, port: Port) -> Result<(), i64> {
         let (from, from_port) = (self.flow.destination, self.flow.destination_port);
@@ -174,11 +173,11 @@ impl Packet {
         self.write(ctx, (from, address), (from_port, port), offset)
     }
 
-    /// Writes the addresses of `self.header`, the changed port, and what both change in the transport checksum.
+    /// Writes the addresses of `self.header`, the changed port, and the transport checksum.
     ///
-    /// The helper corrects a checksum that is left to the device (`CHECKSUM_PARTIAL`) as far as it is there, which is
-    /// the pseudo-header: hence the flag for addresses, which are in it, and not for ports, which are not. ICMP has no
-    /// pseudo-header. A UDP checksum of 0 says "none" and stays so.
+    /// If the checksum is left to the device (`CHECKSUM_PARTIAL`), it only covers the pseudo-header, and the helper
+    /// updates that: hence the flag for addresses, which are part of it, and not for ports. ICMP has no pseudo-header.
+    /// A UDP checksum of 0 means "none" and is kept.
     #[inline(always)]
     fn write(
         &self,
@@ -192,8 +191,8 @@ impl Packet {
         if at + IPV4_REWRITTEN > end {
             return Err(-1);
         }
-        // SAFETY: the bytes lie in the linear part of the packet, which the kernel has made writable for a program that
-        // writes directly.
+        // SAFETY: the bytes are in the linear part of the packet, which the kernel makes writable for programs with
+        // direct packet access.
         unsafe { *(at as *mut [u8; IPV4_REWRITTEN]) = self.header.rewritten() };
         let (offset, flags) = match self.flow.protocol {
             TCP => (TCP_CHECKSUM, 0),

@@ -1,4 +1,4 @@
-//! Counting, and the few events worth a line in the log.
+//! Counters and rate-limited log events.
 
 use aya_ebpf::programs::TcContext;
 use aya_log_ebpf::warn;
@@ -16,13 +16,13 @@ pub(crate) fn count(kind: Counter) {
     }
 }
 
-/// Logs why a flow got no port or no address, at most once in a second for each reason: each packet of such a flow
-/// comes by here.
+/// Logs why a flow got no port or no address, at most once per second and reason, because this is called for each
+/// packet of such a flow.
 #[inline(always)]
 pub(crate) fn event(ctx: &TcContext, kind: Counter, flow: &FlowKey, now: u32) {
     let Some(events) = EVENTS.get_ptr_mut(0) else { return };
-    // SAFETY: the pointer is to the one slot of an array map, which lives as long as the program. Two CPUs that race
-    // write the same second, and log twice at worst.
+    // SAFETY: the pointer is to the single slot of an array map, which lives as long as the program. Racing CPUs write
+    // the same second, and log twice at worst.
     let last = unsafe {
         match kind {
             Counter::NoPort => &mut (*events).no_port,

@@ -1,4 +1,4 @@
-//! What the variant for tests has more: a program that counts packets, and a map.
+//! Additions of the variant for tests: a program that counts packets, and a map.
 
 use aya_ebpf::bindings::tcx_action_base::TCX_NEXT;
 use aya_ebpf::btf_maps::Array;
@@ -16,7 +16,7 @@ static VARIANT: Array<CounterValue, 1> = Array::new();
 pub fn cistern_variant(_ctx: TcContext) -> i32 {
     count(Counter::Variant);
     if let Some(slot) = VARIANT.get_ptr_mut(0) {
-        // SAFETY: the one slot of an array map. Two CPUs may lose each other's packet, which the tests do not count.
+        // SAFETY: the single slot of an array map. Racing CPUs may lose a packet, which the tests do not count.
         unsafe { (*slot).packets += 1 }
     }
     TCX_NEXT

@@ -1,4 +1,4 @@
-//! The table of cases on the kernel programs, and what goes beyond the table: bytes that the model does not know.
+//! The table of cases on the kernel programs, and details beyond the model.
 
 use crate::frame::{self, assert_checksums, build, ends, udp_checksum, with_options};
 use crate::isolated::{isolated, run};
@@ -35,7 +35,7 @@ fn the_programs_agree_with_the_table_of_cases() {
 fn a_udp_checksum_of_zero_stays_and_a_computed_zero_is_sent_as_ones() {
     isolated(|bpffs| {
         let kernel = Kernel::new(&bpffs.join("cistern"));
-        // Kept port, then a moved one.
+        // Port kept, then changed.
         for port in [41_000, 900] {
             let mut none = build(&udp(end(POD_A, port), end(WEB, 53)), b"payload");
             udp_checksum(&mut none).fill(0);
@@ -53,7 +53,7 @@ fn a_udp_checksum_of_zero_stays_and_a_computed_zero_is_sent_as_ones() {
             assert_checksums(&after);
             assert_eq!(udp_checksum(&mut after), [0xff, 0xff], "zero would say that there is none");
 
-            // The same on the way back.
+            // The same in the other direction.
             let (source, _) = ends(&after);
             let mut answer = build(&udp(end(WEB, 53), source), b"payload");
             udp_checksum(&mut answer).fill(0);
@@ -108,7 +108,7 @@ fn checksums_are_right_whatever_the_packet_holds() {
 
 // case: masquerade NM9
 #[test]
-fn reserved_ports_are_never_given() {
+fn reserved_ports_are_never_allocated() {
     isolated(|bpffs| {
         let capacities = cistern::datapath::Capacities { flows: 16_384, inbound: 64 };
         let mut kernel = Kernel::with(&bpffs.join("cistern"), capacities);
@@ -118,7 +118,8 @@ fn reserved_ports_are_never_given() {
         kernel.configure(&settings);
         assert_eq!(kernel.settings.get().unwrap(), Some(settings));
 
-        // Ten thousand flows from reserved ports and from ports below the range, all of which have to be moved.
+        // Ten thousand flows from reserved ports and from ports below the range, all of which must be translated to
+        // others.
         for flow in 0..10_000_u32 {
             let port = if flow % 2 == 0 { 30_000 + (flow % 2_768) as u16 } else { (flow % 1_024) as u16 };
             let remote = end(WEB, 1 + (flow / 1_000) as u16);
@@ -138,7 +139,7 @@ fn reserved_ports_are_never_given() {
 }
 
 #[test]
-fn a_port_that_a_socket_of_the_host_has_is_given_to_no_pod() {
+fn a_port_of_a_socket_of_the_host_is_not_allocated_to_a_pod() {
     isolated(|bpffs| {
         run(&format!("ip address add {NODE}/32 dev lo"));
         let mut kernel = Kernel::new(&bpffs.join("cistern"));
@@ -163,7 +164,7 @@ fn a_port_that_a_socket_of_the_host_has_is_given_to_no_pod() {
 }
 
 #[test]
-fn frames_that_are_no_whole_ipv4_packet_pass_untouched_and_are_counted() {
+fn frames_without_a_complete_ipv4_packet_pass_unchanged_and_are_counted() {
     isolated(|bpffs| {
         let mut kernel = Kernel::new(&bpffs.join("cistern"));
         let whole = build(&udp(end(POD_A, 41_000), end(WEB, 53)), b"payload");

@@ -1,4 +1,4 @@
-//! What `bpftool` shows, which is what people see first, and the layout that it tells.
+//! Output of `bpftool map dump`, and the layout that it shows.
 
 use crate::isolated::{isolated, run};
 use crate::kernel::Kernel;
@@ -85,7 +85,7 @@ fn every_map_is_dumped_with_the_names_of_its_fields() {
                 for field in key_fields {
                     assert!(row["key"].get(field).is_some(), "{name}: no {field} in {row}");
                 }
-                // A map with a value for each CPU has a list of them.
+                // A per-CPU map has a list of values.
                 let value = row.get("value").or_else(|| row["values"].get(0)?.get("value")).unwrap_or(&Value::Null);
                 for field in value_fields {
                     assert!(value.get(field).is_some(), "{name}: no {field} in {row}");
@@ -116,7 +116,7 @@ fn addresses_and_ports_read_as_on_the_wire() {
 fn a_prefix_is_its_length_and_then_its_address() {
     isolated(|bpffs| {
         let mut kernel = Kernel::new(&bpffs.join("cistern"));
-        // Host bits are masked on the way in.
+        // Host bits are masked on insertion.
         kernel.exclude("10.9.9.9/8".parse().unwrap(), ExcludedReason::IpMasqAgent);
         let keys: Vec<Value> = dump(&kernel, map::EXCLUDED).into_iter().map(|row| row["key"].clone()).collect();
         let expected = serde_json::json!(["0x08", "0x00", "0x00", "0x00", "0x0a", "0x00", "0x00", "0x00"]);
@@ -182,7 +182,7 @@ fn layouts_are_those_of_user_space_and_every_byte_is_set() {
         }
         assert_eq!(size_of::<ExcludedAddress<4>>(), 4);
 
-        // The programs make keys on their stack: the unused bytes must be zero, or one flow would have many keys.
+        // The programs build keys on their stack: unused bytes must be zero, or a flow would have many keys.
         for name in [map::REV, map::FWD, map::INBOUND] {
             for row in dump(&kernel, name) {
                 for byte in 13..16 {

@@ -1,4 +1,4 @@
-//! What user space sees and does of flows: the listing, and the collector.
+//! Flows in user space: listing, and the collector.
 
 use crate::isolated::isolated;
 use crate::kernel::{Kernel, LOOPBACK};
@@ -23,7 +23,7 @@ const A: (Ipv4Addr, u16) = (POD_A, 41_000);
 const W: (Ipv4Addr, u16) = (WEB, 443);
 const OUTSIDE: (Ipv4Addr, u16) = (NODE, 41_000);
 
-/// One walk of the collector over everything, `later` seconds from now.
+/// One complete walk of the collector, `later` seconds from now.
 fn collect(kernel: &Kernel, later: u32) -> Collected {
     let mut collector = kernel.datapath.collector().unwrap();
     let entries: HashMap<MapData, RevKey, RevValue> = kernel.map("cst_rev");
@@ -76,7 +76,7 @@ fn the_listing_names_every_end_of_a_flow_and_its_state() {
 
 // case: masquerade LT1
 #[test]
-fn an_idle_udp_flow_goes_after_its_time_and_its_port_is_free_again() {
+fn an_idle_udp_flow_expires_and_its_port_is_free_again() {
     isolated(|bpffs| {
         let mut kernel = Kernel::new(&bpffs.join("cistern"));
         let pod_b = packet(Content::Udp, (POD_B, 41_000), W);
@@ -84,7 +84,7 @@ fn an_idle_udp_flow_goes_after_its_time_and_its_port_is_free_again() {
         assert_eq!(collect(&kernel, 29).expired, 0);
         assert_ne!(kernel.send(Direction::Egress, &pod_b).0, Verdict::Source(end(NODE, 41_000)));
 
-        // Answered, it lives longer.
+        // Replied flows live longer.
         kernel.send(Direction::Ingress, &packet(Content::Udp, W, OUTSIDE));
         assert_eq!(collect(&kernel, 31).expired, 1, "only the one without an answer");
         assert_eq!(kernel.flows(), 1);
@@ -98,7 +98,7 @@ fn an_idle_udp_flow_goes_after_its_time_and_its_port_is_free_again() {
 
 // case: masquerade LT2
 #[test]
-fn tcp_flows_go_by_their_state() {
+fn tcp_flows_expire_by_their_state() {
     isolated(|bpffs| {
         let mut kernel = Kernel::new(&bpffs.join("cistern"));
         let mut send = |direction, flags, from, to| {
@@ -108,7 +108,7 @@ fn tcp_flows_go_by_their_state() {
         for port in ports {
             send(Direction::Egress, TcpFlags::SYN, (POD_A, port), W);
         }
-        // 41000 stays half open; the others are answered.
+        // 41000 remains half-open; the others get replies.
         for port in &ports[1..] {
             send(Direction::Ingress, TcpFlags::SYN_ACK, W, (NODE, *port));
         }
@@ -143,11 +143,11 @@ fn flows_of_a_pod_that_has_ended_go_soon_and_those_of_others_stay() {
 }
 
 #[test]
-fn inbound_entries_go_too() {
+fn inbound_entries_expire_too() {
     isolated(|bpffs| {
         let mut kernel = Kernel::new(&bpffs.join("cistern"));
         kernel.send(Direction::Ingress, &packet(Content::Udp, (WEB, 39_000), (POD_A, 53)));
-        // The NAT map gives the time to compare with.
+        // The NAT map has the time to compare with.
         kernel.send(Direction::Egress, &packet(Content::Tcp(TcpFlags::SYN), A, W));
         let kept = collect(&kernel, 28);
         assert_eq!((kept.inbound, kept.inbound_expired), (1, 0));

@@ -1,4 +1,4 @@
-//! Ethernet frames with IPv4, built and judged independently of the code under test.
+//! Ethernet frames with IPv4, built and checked independently of the code under test.
 
 use cistern_core::masquerade::decide::{Content, Packet, TcpFlags, Verdict};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -22,7 +22,7 @@ fn pseudo_header(ip: &[u8], length: usize) -> u64 {
     sum(&ip[12..20], u64::from(ip[9]) + length as u64)
 }
 
-/// A frame that carries the packet, with all checksums right.
+/// A frame with the packet, with all checksums correct.
 pub(crate) fn build(packet: &Packet, payload: &[u8]) -> Vec<u8> {
     let (source, destination) = (packet.source.port().to_be_bytes(), packet.destination.port().to_be_bytes());
     let (protocol, checksum_at, mut transport): (u8, Option<usize>, Vec<u8>) = match packet.content {
@@ -76,7 +76,7 @@ pub(crate) fn build(packet: &Packet, payload: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// The start of the kernel's `struct __sk_buff`, for a test run of a packet that came in by this device.
+/// The start of the kernel's `struct __sk_buff`, for a test run of a packet that arrived by this device.
 pub(crate) fn context(device: u32) -> [u8; 40] {
     const INGRESS_IFINDEX: usize = 36;
     let mut context = [0; 40];
@@ -84,7 +84,7 @@ pub(crate) fn context(device: u32) -> [u8; 40] {
     context
 }
 
-/// Where the transport header starts.
+/// Offset of the transport header.
 fn transport_at(frame: &[u8]) -> usize {
     ETHERNET + usize::from(frame[ETHERNET] & 0x0f) * 4
 }
@@ -95,7 +95,7 @@ pub(crate) fn udp_checksum(frame: &mut [u8]) -> &mut [u8] {
     &mut frame[at..at + 2]
 }
 
-/// Puts options of this many bytes into the IPv4 header of a frame that has none.
+/// Inserts options of this many bytes into an IPv4 header without options.
 pub(crate) fn with_options(mut frame: Vec<u8>, bytes: usize) -> Vec<u8> {
     assert!(bytes.is_multiple_of(4) && bytes <= 40);
     let end = ETHERNET + IPV4;
@@ -110,7 +110,7 @@ pub(crate) fn with_options(mut frame: Vec<u8>, bytes: usize) -> Vec<u8> {
     frame
 }
 
-/// The two ends that a frame names; an echo's identifier stands where the model has it.
+/// The endpoints of a frame; an echo's identifier is where the model has it.
 pub(crate) fn ends(frame: &[u8]) -> (SocketAddrV4, SocketAddrV4) {
     let ip = &frame[ETHERNET..];
     let at = transport_at(frame);
@@ -146,7 +146,7 @@ pub(crate) fn assert_checksums(frame: &[u8]) {
     }
 }
 
-/// What became of a frame, by comparison. Panics when anything but one end and the checksums changed.
+/// The difference between two frames. Panics if anything but one endpoint and the checksums changed.
 #[track_caller]
 pub(crate) fn verdict(before: &[u8], after: &[u8]) -> Verdict {
     if before == after {
@@ -157,7 +157,7 @@ pub(crate) fn verdict(before: &[u8], after: &[u8]) -> Verdict {
     let mut expected = before.to_vec();
     let at = transport_at(before);
     expected[ETHERNET + 10..ETHERNET + 20].copy_from_slice(&after[ETHERNET + 10..ETHERNET + 20]);
-    // Ports and checksum; of an echo message they stand side by side.
+    // Ports and checksum; in an echo message they are adjacent.
     let [ports, checksum] = match before[ETHERNET + 9] {
         6 => [0..4, 16..18],
         17 => [0..4, 6..8],

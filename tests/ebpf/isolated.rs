@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 
-/// Runs `test` with a bpffs, a tmpfs at `/run` and a loopback device that nobody else sees; `test` gets the directory
-/// that the bpffs is mounted on. All of it goes with the thread.
+/// Runs `test` with a bpffs, a tmpfs at `/run` and a private loopback device; `test` gets the mount point of the bpffs.
+/// All of it is deleted with the thread.
 pub(crate) fn isolated<T: Send>(test: impl FnOnce(&Path) -> T + Send) -> T {
     assert!(nix::unistd::geteuid().is_root(), "loading kernel programs needs root");
     assert!(
@@ -40,7 +40,7 @@ pub(crate) fn run(command: &str) -> String {
     String::from_utf8(output.stdout).expect("UTF-8")
 }
 
-/// A named network namespace, seen by the mount namespace of this thread alone.
+/// A named network namespace, in the mount namespace of this thread only.
 #[derive(Debug, Clone)]
 pub(crate) struct Netns {
     name: String,
@@ -48,7 +48,7 @@ pub(crate) struct Netns {
 }
 
 impl Netns {
-    /// Makes one, with its loopback device up.
+    /// Creates one, with its loopback device up.
     pub(crate) fn new(name: &str) -> Self {
         run(&format!("ip netns add {name} && ip -n {name} link set lo up"));
         Self { name: name.to_owned(), path: Path::new("/run/netns").join(name) }
@@ -59,7 +59,7 @@ impl Netns {
         run(&format!("ip netns exec {} sh -ec '{command}'", self.name))
     }
 
-    /// Runs `work` in it, in a thread of its own, and waits.
+    /// Runs `work` in it, in a separate thread, and waits.
     pub(crate) fn enter<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         thread::scope(|scope| {
             let thread = scope.spawn(|| {

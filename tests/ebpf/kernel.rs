@@ -1,4 +1,4 @@
-//! The kernel programs as a machine that runs cases.
+//! The kernel programs as a machine for cases.
 
 use crate::frame;
 use aya::maps::lpm_trie::{Key, LpmTrie};
@@ -14,15 +14,15 @@ use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::path::Path;
 
-/// `TCX_NEXT`: on to the next program.
+/// `TCX_NEXT`: continue with the next program.
 const NEXT: i32 = -1;
 /// `TCX_DROP`.
 const DROP: i32 = 2;
 
-/// `ifindex` of the loopback device, which test runs go by.
+/// `ifindex` of the loopback device, used by test runs.
 pub(crate) const LOOPBACK: u32 = 1;
 
-/// Small maps: a test loads many.
+/// Small maps, because a test loads many.
 pub(crate) const CAPACITIES: Capacities = Capacities { flows: 4_096, inbound: 1_024 };
 
 /// Programs and maps, set up as the fixture of the cases.
@@ -61,7 +61,7 @@ impl Kernel {
         }
     }
 
-    /// Programs of this build over maps with the rows that are pinned.
+    /// Programs of this build with maps whose rows are those of the pinned ones.
     pub(crate) fn of(root: &Path, build: &Build<'_>, capacities: Capacities) -> Self {
         let (datapath, events) = Datapath::open_build(root, build, capacities, &mut |_| Ok(())).expect("load");
         let program = |name| SchedClassifier::from_pin(datapath.pins().program(name)).expect("pinned program");
@@ -79,13 +79,13 @@ impl Kernel {
         }
     }
 
-    /// Sends a frame that came in by the device of the pod that its source names; returns the verdict's number and what came
-    /// out.
+    /// Runs a program on a frame that arrived by the device of its source pod; returns the verdict's number and the
+    /// resulting frame.
     pub(crate) fn pass(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>) {
         self.pass_by(direction, cases::device(*frame::ends(frame).0.ip()), frame)
     }
 
-    /// [`Kernel::pass`] for a frame that came in by this device.
+    /// [`Kernel::pass`] for a frame that arrived by this device.
     pub(crate) fn pass_by(&self, direction: Direction, device: u32, frame: &[u8]) -> (i32, Vec<u8>) {
         let mut out = vec![0; frame.len() + 64];
         let context = frame::context(device);
@@ -101,7 +101,7 @@ impl Kernel {
         (result.return_value.cast_signed(), out)
     }
 
-    /// Names of the counters that rose since the call before.
+    /// Names of the counters that increased since the last call.
     pub(crate) fn counted(&mut self) -> Vec<String> {
         let now: BTreeMap<&str, u64> =
             self.view.counters().expect("counters").into_iter().map(|(kind, packets)| (kind.name(), packets)).collect();
@@ -163,7 +163,7 @@ impl Machine for Kernel {
         }
     }
 
-    /// The clock cannot be set forward; what it is compared with can be set back.
+    /// The clock cannot be set forward, but the times it is compared with can be set back.
     fn close_windows(&mut self) {
         let mut slot: Array<MapData, SettingsValue> = self.map("cst_settings");
         let value = slot.get(&0, 0).expect("settings");
@@ -180,5 +180,5 @@ impl Machine for Kernel {
     }
 }
 
-/// A pod that is masqueraded, whatever device its packets come in by.
+/// A pod that is masqueraded, for packets from any device.
 pub(crate) const POD: EndpointEntry = EndpointEntry { ifindex: 0, no_masquerade: false, generation: 1 };

@@ -1,4 +1,4 @@
-//! Real packets: a pod, a node and an outside host, each a network namespace, wired by virtual Ethernet pairs.
+//! Real packets: a pod, a node and an external host, each a network namespace, connected by veth pairs.
 
 use crate::isolated::{Netns, isolated, run};
 use crate::kernel::{CAPACITIES, Kernel};
@@ -19,13 +19,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The wiring. This thread is in the node's namespace.
-///
-/// ```text
-///  pod eth0 10.61.4.11 ── cstpod node eth0 172.29.8.20 ── eth0 172.29.8.1 outside, lo 45.33.7.80
-/// ```
-///
-/// The outside host has no route to pods, so it can only answer the node.
+/// The topology. This thread is in the node's namespace. The external host has no route to pods, so it can only answer
+/// to the node.
 pub(crate) struct Site {
     pub(crate) pod: Netns,
     pub(crate) outside: Netns,
@@ -62,14 +57,14 @@ impl Site {
         (kernel, attachments)
     }
 
-    /// The uplink and the pod, as the datapath knows them.
+    /// The uplink and the pod, as configured in the datapath.
     pub(crate) fn configure(kernel: &mut Kernel) {
         kernel.devices.insert(uplink(), DeviceEntry { address: Some(NODE) }).unwrap();
         let pod = EndpointEntry { ifindex: if_nametoindex("cstpod").unwrap(), no_masquerade: false, generation: 1 };
         kernel.endpoints.insert(POD_A, pod).unwrap();
     }
 
-    /// A UDP server outside that tells every client the address it sees.
+    /// An external UDP server that sends each client its address.
     pub(crate) fn mirror(&self) -> UdpSocket {
         let server = self.outside.enter(|| UdpSocket::bind((WEB, 53)).unwrap());
         let answering = server.try_clone().unwrap();
@@ -86,7 +81,7 @@ impl Site {
         server
     }
 
-    /// What the mirror answers to a pod that speaks from this port.
+    /// The server's answer to a pod with this source port.
     pub(crate) fn ask(&self, port: u16, text: &str) -> std::io::Result<String> {
         let socket = self.pod.enter(|| UdpSocket::bind((POD_A, port)).unwrap());
         socket.set_read_timeout(Some(Duration::from_secs(5)))?;
@@ -96,7 +91,7 @@ impl Site {
         Ok(String::from_utf8_lossy(&buffer[..length]).into_owned())
     }
 
-    /// Packets that were refused for their checksum anywhere.
+    /// Packets rejected because of their checksum anywhere.
     fn checksum_errors(&self) -> u64 {
         [&self.pod, &self.outside]
             .iter()
@@ -120,7 +115,7 @@ pub(crate) fn uplink() -> u32 {
     if_nametoindex("eth0").unwrap()
 }
 
-/// A TCP connection from this port, made in the namespace that this thread is in.
+/// A TCP connection from this port, from this thread's namespace.
 pub(crate) fn connect_from(port: u16, to: SocketAddrV4) -> TcpStream {
     let fd = socket(AddressFamily::Inet, SockType::Stream, SockFlag::empty(), None).unwrap();
     setsockopt(&fd, ReuseAddr, &true).unwrap();
@@ -129,7 +124,7 @@ pub(crate) fn connect_from(port: u16, to: SocketAddrV4) -> TcpStream {
     TcpStream::from(fd)
 }
 
-/// A TCP server outside that sends back all it gets, on every connection.
+/// An external TCP echo server.
 pub(crate) fn echo_server(site: &Site, port: u16, seen: impl Fn(IpAddr) + Send + Sync + 'static) {
     let listener = site.outside.enter(|| TcpListener::bind((WEB, port)).unwrap());
     let seen = std::sync::Arc::new(seen);
@@ -158,15 +153,15 @@ fn checksums_are_right_with_transmit_offload_on_and_off() {
         let _mirror = site.mirror();
         echo_server(&site, 443, |client| assert_eq!(client, NODE));
 
-        // With offload on at the sender, packets meet the programs with the pseudo-header's part of their checksum. With
-        // it off behind the programs, the kernel completes it there, and the receiver verifies.
+        // With offload enabled at the sender, packets reach the programs with a partial checksum of the pseudo-header.
+        // With offload disabled after the programs, the kernel completes it there, and the receiver verifies it.
         for (round, (sender, behind)) in (0..).zip([("on", "on"), ("on", "off"), ("off", "off")]) {
             run(&format!(
                 "ethtool -K eth0 tx {behind} >/dev/null; ethtool -K cstpod tx {behind} >/dev/null
                  ip netns exec pod ethtool -K eth0 tx {sender} >/dev/null
                  ip netns exec outside ethtool -K eth0 tx {sender} >/dev/null"
             ));
-            // Kept ports, and ports that have to be moved.
+            // Ports that are kept, and ports that must be changed.
             for port in [42_000 + round, 800 + round] {
                 for length in [1, 2, 1_001] {
                     let text = "x".repeat(length);
@@ -191,7 +186,7 @@ fn checksums_are_right_with_transmit_offload_on_and_off() {
 
 // case: masquerade AT1
 #[test]
-fn traffic_goes_on_when_the_agent_has_gone() {
+fn traffic_continues_without_an_agent() {
     isolated(|bpffs| {
         let root = bpffs.join("cistern");
         let site = Site::new();
@@ -226,7 +221,7 @@ fn a_restart_under_traffic_loses_nothing() {
 
         let stop = AtomicBool::new(false);
         let (sent, received, rounds) = thread::scope(|scope| {
-            // 10,000 packets a second, as ten each millisecond.
+            // 10,000 packets per second, ten each millisecond.
             let sender = scope.spawn(|| {
                 let (start, mut sent) = (Instant::now(), 0_u64);
                 while !stop.load(Ordering::Relaxed) {
@@ -266,7 +261,8 @@ fn a_restart_under_traffic_loses_nothing() {
             drop(served);
             for _ in 0..3 {
                 thread::sleep(Duration::from_millis(300));
-                // A new agent: loads, sees that the links are not its own, swaps them, and goes too.
+                // A new agent: loads, finds that the links are not its own, replaces their programs, and terminates,
+                // too.
                 let (datapath, _events) = Datapath::open(&root, CAPACITIES).unwrap();
                 let mut attachments = datapath.attachments().unwrap();
                 assert!(!attachments.attached().unwrap()[&uplink()].complete);
@@ -287,11 +283,11 @@ fn a_restart_under_traffic_loses_nothing() {
 
 // case: masquerade AT9
 #[test]
-fn removal_takes_what_is_ours_and_nothing_else() {
+fn removal_deletes_our_objects_only() {
     isolated(|bpffs| {
         let (root, foreign_root) = (bpffs.join("cistern"), bpffs.join("foreign"));
         let _site = Site::new();
-        // What somebody else has on the same device: tcx programs, and a clsact qdisc.
+        // Foreign objects on the same device: tcx programs, and a clsact qdisc.
         let (_foreign, foreign) = Site::serve(&foreign_root);
         run("tc qdisc add dev eth0 clsact");
         let (kernel, attachments) = Site::serve(&root);
@@ -307,7 +303,8 @@ fn removal_takes_what_is_ours_and_nothing_else() {
         pins.remove_all().unwrap();
         pins.remove_all().unwrap();
         assert!(!root.exists());
-        // At once: by itself the kernel takes a link away some time after its last reference went (`bpf_link_put` defers it).
+        // Immediately: otherwise the kernel detaches a link some time after its last reference was dropped
+        // (`bpf_link_put` defers it).
         let chain = foreign.chain(uplink()).unwrap();
         assert_eq!((ours(&chain.ingress), ours(&chain.egress)), (vec![true], vec![true]), "{chain:?}");
         assert!(foreign_root.join(format!("links/egress_{}", uplink())).exists());
@@ -316,7 +313,7 @@ fn removal_takes_what_is_ours_and_nothing_else() {
 }
 
 #[test]
-fn a_device_that_went_and_came_back_is_attached_anew() {
+fn a_recreated_device_is_attached_again() {
     isolated(|bpffs| {
         let root = bpffs.join("cistern");
         let site = Site::new();

@@ -1,7 +1,6 @@
-//! The kernel programs and the datapath in a real kernel. Needs root, and the eBPF object in the agent.
-//!
-//! Each test runs in a thread with a network and a mount namespace of its own, hence with devices and a bpffs of its
-//! own. Packets go through the programs by `BPF_PROG_TEST_RUN`, or over virtual Ethernet pairs.
+//! The kernel programs and the datapath in a real kernel. Requires root, and an agent with the eBPF object. Each test
+//! runs in a thread with its own network and mount namespace, and so with its own devices and bpffs. Packets pass the
+//! programs by `BPF_PROG_TEST_RUN`, or over veth pairs.
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,

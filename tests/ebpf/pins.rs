@@ -1,4 +1,4 @@
-//! Opening the datapath: what is refused, what is reused, what is logged.
+//! Opening the datapath: what is rejected, reused and logged.
 
 use crate::isolated::{isolated, run};
 use crate::kernel::{CAPACITIES, Kernel, POD};
@@ -41,7 +41,7 @@ fn a_map_of_flows_of_another_size_is_kept_and_any_other_difference_is_refused() 
 
         let larger = Capacities { flows: CAPACITIES.flows * 2, ..CAPACITIES };
         let (datapath, _) = Datapath::open(&root, larger).unwrap();
-        let kept: Vec<String> = datapath.kept_capacities().iter().map(ToString::to_string).collect();
+        let kept: Vec<String> = datapath.capacity_mismatches().iter().map(ToString::to_string).collect();
         let [fwd, rev] = &kept[..] else { panic!("{kept:?}") };
         assert!(rev.contains("cst_rev holds 4096 entries, and 8192 are configured"), "{rev}");
         assert!(fwd.contains("cst_fwd"), "{fwd}");
@@ -56,7 +56,7 @@ fn a_map_of_flows_of_another_size_is_kept_and_any_other_difference_is_refused() 
     });
 }
 
-/// An agent of a build that counts fewer kinds of packets, or more, left its map of counters.
+/// The counter map of a build with fewer or more counters.
 #[test]
 fn a_map_of_counters_of_any_capacity_is_used() {
     for entries in [3, 28, 512] {
@@ -106,7 +106,7 @@ fn what_is_observed_is_what_was_written() {
         assert_eq!(kernel.devices.observe().unwrap(), [(1, device)].into());
         assert_eq!(kernel.settings.observe().unwrap(), [((), cases::settings())].into());
 
-        // Updates are idempotent, and deleting the absent succeeds.
+        // Updates are idempotent, and deleting an absent key succeeds.
         let prefix = "10.0.0.0/8".parse().unwrap();
         for reason in [ExcludedReason::IpMasqAgent, ExcludedReason::IpMasqAgent, ExcludedReason::NativeRouting] {
             kernel.excluded.update(&prefix, &reason).unwrap();
@@ -126,7 +126,7 @@ fn what_is_observed_is_what_was_written() {
 }
 
 #[test]
-fn a_flow_without_a_port_is_told_of_once() {
+fn a_flow_without_a_port_is_logged_once() {
     isolated(|bpffs| {
         let lines = Lines::default();
         let writer = lines.clone();
@@ -147,18 +147,19 @@ fn a_flow_without_a_port_is_told_of_once() {
 
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            // It reads until it is cancelled.
+            // It reads until cancelled.
             assert!(tokio::time::timeout(Duration::from_secs(1), events.forward()).await.is_err());
         });
         let text = lines.text();
         assert!(text.contains("no free port: 10.61.4.11:2001 to 45.33.7.80:53 protocol 17 dropped"), "{text}");
         assert!(text.contains("no address on the egress device: 10.61.4.11:2003"), "{text}");
-        // At most one line a second; the three packets took no three seconds, but may have met the turn of one.
+        // At most one line per second; the three packets took less than three seconds, but may have crossed a second's
+        // boundary.
         assert!((1..=2).contains(&text.matches("no free port").count()), "{text}");
     });
 }
 
-/// Collects what is written to it.
+/// Collects log output.
 #[derive(Debug, Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
 

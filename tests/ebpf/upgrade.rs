@@ -1,5 +1,5 @@
-//! One build takes over from another: this one, and the variant of the programs that has a counter, a map and a program more, and
-//! another order of fields in the rows of the reverse map.
+//! Takeovers between two builds: this one, and the variant of the programs with an additional counter, map and program,
+//! and another order of fields in the rows of the reverse map.
 
 use crate::isolated::{isolated, run};
 use crate::kernel::Kernel;
@@ -17,10 +17,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-/// Room for all flows that a test opens: nothing expires here.
+/// Enough for all flows of a test, so that nothing is evicted.
 const CAPACITIES: Capacities = Capacities { flows: 32_768, inbound: 1_024 };
 
-/// The program that the variant has more.
+/// The additional program of the variant.
 const VARIANT_PROGRAM: Program =
     Program { name: "cistern_variant", hook: Hook::Ingress, link: "variant", features: PROGRAMS[0].features };
 
@@ -34,16 +34,16 @@ fn variant(object: &[u8]) -> Build<'_> {
     Build { object, programs: &VARIANT_PROGRAMS }
 }
 
-/// The variant's object, which `cargo xtask build-ebpf` builds beside the one that is embedded.
+/// The variant's object, which `cargo xtask build-ebpf` builds beside the embedded one.
 fn variant_object() -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/ebpf/cistern-test-variant.o");
     let object = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-    // The loader wants it aligned like the ELF header.
+    // The loader requires the alignment of the ELF header.
     assert!(object.as_ptr().addr().is_multiple_of(8));
     object
 }
 
-/// A start of an agent with this build: opens the datapath, writes the rows that its tables have, attaches.
+/// A start of an agent with this build: opens the datapath, writes the rows of its tables, attaches.
 fn start(root: &Path, build: &Build<'_>) -> Kernel {
     let mut kernel = Kernel::of(root, build, CAPACITIES);
     kernel.settings.set(&cases::settings()).unwrap();
@@ -53,7 +53,7 @@ fn start(root: &Path, build: &Build<'_>) -> Kernel {
     kernel
 }
 
-/// A start that ends after this step as by a kill.
+/// A start that stops after this step, as if it was killed.
 fn killed(root: &Path, build: &Build<'_>, after: Step) {
     let mut reached = false;
     let result = Datapath::open_build(root, build, CAPACITIES, &mut |step| {
@@ -78,7 +78,7 @@ fn pinned(root: &Path, directory: &str) -> Vec<String> {
     names
 }
 
-/// What the node left to serve, whichever build it is.
+/// The state of the node must be that of one datapath, of either build.
 #[track_caller]
 fn assert_one_datapath(root: &Path, kernel: &Kernel, variant: bool) {
     assert_eq!(pinned(root, ""), ["links", "maps", "progs"]);
@@ -96,7 +96,7 @@ fn assert_one_datapath(root: &Path, kernel: &Kernel, variant: bool) {
     assert_eq!(pinned(root, "progs").contains(&"cistern_variant".to_owned()), variant);
 }
 
-/// Ends of a flow that stay open: its socket at the pod, and the node's end that the mirror sees.
+/// Endpoints of an open flow: its socket in the pod, and the translated source as seen by the mirror.
 struct Open {
     socket: UdpSocket,
     external: String,
@@ -118,7 +118,7 @@ impl Open {
         Ok(String::from_utf8_lossy(&buffer[..length]).split(' ').next().unwrap_or_default().to_owned())
     }
 
-    /// The flow goes on under the same translated source.
+    /// The flow continues with the same translated source.
     #[track_caller]
     fn assert_open(&self, when: &str) {
         match Self::seen(&self.socket) {
@@ -139,7 +139,7 @@ fn either_build_takes_over_from_the_other_under_traffic_and_no_packet_is_lost() 
         echo_server(&site, 443, |client| assert_eq!(client, IpAddr::from(NODE)));
         drop(start(&root, &this_build()));
 
-        // Ports that are kept, and ports that are moved.
+        // Ports that are kept, and ports that are changed.
         let streams: Vec<TcpStream> = site.pod.enter(|| {
             let ports = (0..8).chain(0..8).zip([800, 42_000].into_iter().flat_map(|base| [base; 8]));
             ports.map(|(index, base)| connect_from(base + index, SocketAddrV4::new(WEB, 443))).collect()
@@ -159,8 +159,8 @@ fn either_build_takes_over_from_the_other_under_traffic_and_no_packet_is_lost() 
                 }
                 rounds
             });
-            // Flows that are opened meanwhile, each of one question and one answer: a lost packet is an answer that does not come,
-            // and a port that two flows have is an answer that another gets.
+            // Flows opened meanwhile, each with one request and one reply: a lost packet is a missing reply, and a
+            // duplicate port is a reply to another flow.
             let opener = scope.spawn(|| {
                 site.pod.enter(|| {
                     let mut asked = 0_u32;
@@ -216,14 +216,14 @@ fn a_kill_at_any_step_heals_at_the_next_start_of_either_build() {
     let object = variant_object();
     let committed = Step::ALL.iter().position(|step| *step == Step::Committed).unwrap();
     for (number, after) in Step::ALL.into_iter().enumerate() {
-        // Before that step either build finds the predecessor alone.
+        // Before that step both builds find only the predecessor.
         for back in [false, true].into_iter().filter(|back| !back || number >= committed) {
             isolated(|bpffs| {
                 let root = bpffs.join("cistern");
                 let site = Site::new();
                 let _mirror = site.mirror();
                 drop(start(&root, &this_build()));
-                // One whose port is moved, one whose port is kept.
+                // One whose port is changed, one whose port is kept.
                 let mut flows = vec![Open::new(&site, 900), Open::new(&site, 41_000)];
                 killed(&root, &variant(&object), after);
                 for (port, when) in [(901, "moved"), (41_001, "kept"), (41_002, "kept")] {
@@ -241,7 +241,7 @@ fn a_kill_at_any_step_heals_at_the_next_start_of_either_build() {
                 let created =
                     healed.view.counters().unwrap().into_iter().find(|(kind, _)| *kind == Counter::FlowCreated);
                 assert!(created.unwrap().1 <= flows.len() as u64 + 3, "counted twice after {after:?}: {created:?}");
-                // Nothing is left of the parts that either played: even and odd ports are allocated again.
+                // The roles have ended: even and odd ports are allocated again.
                 for port in [41_050, 41_051] {
                     assert_eq!(Open::new(&site, port).external, format!("{NODE}:{port}"), "{after:?}, back: {back}");
                 }
@@ -260,7 +260,7 @@ fn a_kill_at_any_step_heals_at_the_next_start_of_either_build() {
 #[test]
 fn programs_that_this_build_does_not_know_are_taken_off_a_device_after_its_own_run() {
     isolated(|bpffs| {
-        // The kernel takes no program twice on one hook.
+        // The kernel does not attach a program twice to a hook.
         const UNKNOWN: &[Program] =
             &[Program { name: "cistern_egress", hook: Hook::Ingress, link: "unknown", features: &[] }];
         let root = bpffs.join("cistern");

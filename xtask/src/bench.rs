@@ -1,4 +1,4 @@
-//! Speed and size.
+//! Benchmarks.
 
 use crate::build;
 use crate::image;
@@ -7,23 +7,23 @@ use crate::workspace::{TESTS_PACKAGE, Workspace};
 use anyhow::{Result, bail};
 use std::path::PathBuf;
 
-/// What `bench` can be told.
+/// Options of `bench`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Options {
     /// Only the bench of this name: sizes, or a bench target of the tests package
     name: Option<String>,
 }
 
-/// The bench that this module does itself.
+/// The benchmark implemented by this module.
 const SIZES: &str = "sizes";
 
-/// The bench in a real cluster, which runs the image.
+/// The benchmark in a real cluster, which runs the image.
 const KUBELET: &str = "kubelet";
 
-/// The bench that holds the small API server of 5,000 nodes, which is to take little of the time that it measures.
+/// The benchmark with the small API server of 5,000 nodes, whose own cost should be small in the measured times.
 const SCALE: &str = "scale";
 
-/// Builds optimised binaries, then runs the benches one after the other: two at a time would measure each other.
+/// Builds optimised binaries, then runs the benchmarks one after the other, so that they do not affect each other.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let metadata = workspace.metadata()?;
     let mut names = vec![SIZES];
@@ -42,7 +42,7 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
             image(workspace)?;
             continue;
         }
-        // The bench itself need not be optimised: what it measures are the programs above, and the kernel's.
+        // The benchmark itself need not be optimised: it measures the programs above, and the kernel.
         let mut command = workspace.cargo();
         command.args(["bench", "--locked", "--profile", "dev", "--bench", name]);
         command.env("CISTERN", &artifacts.cistern).env("CISTERN_CNI", &artifacts.cistern_cni);

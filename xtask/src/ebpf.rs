@@ -1,9 +1,8 @@
-//! The kernel programs: finding a compiler for them, and building them.
+//! The kernel programs: selects a compiler, and builds them.
 //!
-//! Two kinds of toolchain can do it. A nightly one with `rust-src` builds `core` for the BPF target by itself; a rustc
-//! that carries a compiled `core` for that target (Debian's `rustc-web` with `libstd-rust-web-dev-bpf`) needs no
-//! nightly, only the permission to use unstable features. Both link with `bpf-linker`, which must understand the
-//! bitcode that the compiler writes: its LLVM may not be older than the compiler's.
+//! There are two kinds of toolchain. A nightly one with `rust-src` builds `core` for the BPF target; a rustc with a
+//! precompiled `core` for that target (Debian's `rustc-web` with `libstd-rust-web-dev-bpf`) needs no nightly, only
+//! unstable features enabled. Both link with `bpf-linker`, whose LLVM must not be older than the compiler's.
 
 use crate::process::{self, path_with};
 use crate::workspace::{EBPF_PACKAGE, EBPF_TARGET, Workspace};
@@ -17,16 +16,16 @@ use std::process::Command;
 pub(crate) enum Toolchain {
     /// A toolchain of rustup with the sources of `core`.
     Nightly {
-        /// As rustup lists it.
+        /// Its name in rustup.
         name: String,
-        /// What `rustc --version` says.
+        /// Output of `rustc --version`.
         version: String,
     },
-    /// A rustc with a compiled `core` for the target.
+    /// A rustc with a precompiled `core` for the target.
     Compiled {
-        /// Where it is.
+        /// Its path.
         rustc: PathBuf,
-        /// What `rustc --version` says.
+        /// Output of `rustc --version`.
         version: String,
     },
 }
@@ -43,7 +42,7 @@ impl fmt::Display for Toolchain {
 }
 
 impl Toolchain {
-    /// A Cargo that builds for the kernel. `subcommand` is `build` or `clippy`.
+    /// A Cargo that builds for the eBPF target. `subcommand` is `build` or `clippy`.
     fn cargo(&self, workspace: &Workspace, subcommand: &str) -> Command {
         let mut command = match self {
             Self::Nightly { name, .. } => {
@@ -67,7 +66,7 @@ impl Toolchain {
         command
     }
 
-    /// The lints, for the kernel programs. Nothing when this toolchain has none to offer.
+    /// Clippy for the kernel programs, if this toolchain has it.
     pub(crate) fn clippy(&self, workspace: &Workspace) -> Option<Command> {
         let Self::Nightly { name, .. } = self else { return None };
         let mut probe = process::with_own_compiler("rustup", workspace.root());
@@ -78,19 +77,19 @@ impl Toolchain {
     }
 }
 
-/// What the compiler is told, in Cargo's own separated form. The debug information becomes the BTF by which the kernel
+/// Flags of the compiler, in Cargo's own separated form. The debug information becomes the BTF by which the kernel
 /// and `bpftool` know the names of fields.
 fn compiler_flags() -> String {
     let architecture = format!("--cfg=bpf_target_arch=\"{}\"", std::env::consts::ARCH);
     ["-Clinker=bpf-linker", "-Clink-arg=--btf", "-Cdebuginfo=2", architecture.as_str()].join("\u{1f}")
 }
 
-/// The build folder of the kernel programs: their own, so that the two compilers do not evict each other's work.
+/// The build directory of the kernel programs, separate so that the two compilers do not evict each other's artifacts.
 fn directory(workspace: &Workspace) -> PathBuf {
     workspace.root().join("target/ebpf")
 }
 
-/// Where `cargo install` puts programs.
+/// Directory of programs installed by `cargo install`.
 pub(crate) fn cargo_bin() -> PathBuf {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from).or_else(|| {
         let home = std::env::var_os("HOME")?;
@@ -99,7 +98,7 @@ pub(crate) fn cargo_bin() -> PathBuf {
     home.unwrap_or_default().join("bin")
 }
 
-/// The toolchain that [`build`] would take, or everything that was tried and why it will not do.
+/// The toolchain that [`build`] uses, or all that were tried and the reasons for rejecting them.
 pub(crate) fn toolchain() -> Result<Toolchain, Vec<String>> {
     let mut refused = Vec::new();
     let linker = linker_llvm();
@@ -116,7 +115,7 @@ pub(crate) fn toolchain() -> Result<Toolchain, Vec<String>> {
     Err(refused)
 }
 
-/// The toolchains of rustup that have the sources of `core`, plain `nightly` before dated ones.
+/// The toolchains of rustup with the sources of `core`, plain `nightly` before dated ones.
 fn nightlies(refused: &mut Vec<String>) -> Vec<(Toolchain, Option<u32>)> {
     let Ok(listed) = process::output(Command::new("rustup").args(["toolchain", "list", "--quiet"])) else {
         refused.push("rustup is not on PATH".to_owned());
@@ -147,7 +146,7 @@ fn nightlies(refused: &mut Vec<String>) -> Vec<(Toolchain, Option<u32>)> {
     found
 }
 
-/// The rustc programs outside rustup that carry a compiled `core` for the target.
+/// The rustc programs outside rustup with a precompiled `core` for the target.
 fn compiled(refused: &mut Vec<String>) -> Vec<(Toolchain, Option<u32>)> {
     let mut candidates = vec![PathBuf::from("/usr/bin/rustc")];
     candidates.extend(process::find("rustc"));
@@ -172,7 +171,7 @@ fn compiled(refused: &mut Vec<String>) -> Vec<(Toolchain, Option<u32>)> {
     found
 }
 
-/// Whether `libraries` holds a compiled `core`.
+/// Whether `libraries` has a precompiled `core`.
 fn has_core(libraries: &Path) -> bool {
     let Ok(entries) = std::fs::read_dir(libraries) else { return false };
     entries.flatten().any(|entry| {
@@ -191,7 +190,7 @@ fn versions(verbose: &str) -> (String, Option<u32>) {
     (verbose.lines().next().unwrap_or_default().to_owned(), llvm)
 }
 
-/// The major version of the LLVM that bpf-linker loads. Nothing when it cannot be told: LLVM may be linked in.
+/// The major version of the LLVM that bpf-linker loads. `None` if it is unknown: LLVM may be linked statically.
 pub(crate) fn linker_llvm() -> Option<u32> {
     let linker = std::env::split_paths(&path_with(cargo_bin()))
         .map(|directory| directory.join("bpf-linker"))
@@ -205,7 +204,7 @@ fn llvm_of_libraries(listed: &str) -> Option<u32> {
     digits.parse().ok()
 }
 
-/// Builds the kernel programs and their variant for tests, says with what, and returns where the object is.
+/// Builds the kernel programs and their variant for tests, reports the toolchain, and returns the path of the object.
 pub(crate) fn build(workspace: &Workspace) -> Result<PathBuf> {
     let toolchain = toolchain().map_err(|refused| {
         let reasons = refused.join("\n  - ");
@@ -219,13 +218,13 @@ pub(crate) fn build(workspace: &Workspace) -> Result<PathBuf> {
     object(workspace, &toolchain, "")
 }
 
-/// The feature of the programs' variant, which tests upgrade to and come back from.
+/// The feature of the programs' variant, for upgrade tests.
 const VARIANT: &str = "test-variant";
 
 /// Builds one object, with this feature of the programs.
 ///
-/// The object is replaced only when its content changed: the agent's build script watches it, and an untouched object
-/// must not rebuild the agent.
+/// The object is only written if its content changed: the agent's build script watches it, and an unchanged object must
+/// not rebuild the agent.
 fn object(workspace: &Workspace, toolchain: &Toolchain, feature: &str) -> Result<PathBuf> {
     process::run(toolchain.cargo(workspace, "build").args(["--features", feature]))?;
     let built = directory(workspace).join(EBPF_TARGET).join("release").join(EBPF_PACKAGE);

@@ -15,7 +15,7 @@ pub const TCP: u8 = 6;
 /// `protocol`: UDP.
 pub const UDP: u8 = 17;
 
-/// A flow as its local end sends it: key of the forward cache and of the inbound table.
+/// A flow in its local form: key of the forward cache and of the inbound table.
 ///
 /// An echo request has its identifier as `source_port` and 0 as `destination_port`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -23,7 +23,7 @@ pub const UDP: u8 = 17;
 pub struct FlowKey<const N: usize = 4> {
     /// The pod, or the host for its own flows.
     pub source: [u8; N],
-    /// The remote end.
+    /// The remote endpoint.
     pub destination: [u8; N],
     /// Port at `source`.
     pub source_port: Port,
@@ -35,15 +35,15 @@ pub struct FlowKey<const N: usize = 4> {
     pub zero: [u8; 3],
 }
 
-/// The translated tuple of a flow, the remote end and the post-NAT source: key of the reverse map.
+/// The translated tuple: remote endpoint and post-NAT source. Key of the reverse map.
 ///
-/// It is what an answer carries. An echo reply has 0 as `remote_port` and its identifier as `external_port`.
+/// It is the tuple of a reply. An echo reply has 0 as `remote_port` and its identifier as `external_port`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(C)]
 pub struct RevKey<const N: usize = 4> {
-    /// The remote end.
+    /// The remote endpoint.
     pub remote: [u8; N],
-    /// The node's address that the flow leaves under.
+    /// The translated source address of the flow.
     pub external: [u8; N],
     /// Port at `remote`.
     pub remote_port: Port,
@@ -64,29 +64,30 @@ pub struct RevValue<const N: usize = 4> {
     pub origin: [u8; N],
     /// Port at `origin`.
     pub origin_port: Port,
-    /// What was seen from `origin`: bits of [`seen`]. Written by egress only.
+    /// Packets seen from `origin`: bits of [`seen`]. Written by egress only.
     pub sent: u8,
-    /// What was seen from the remote end: bits of [`seen`]. Written by ingress only.
+    /// Packets seen from the remote end: bits of [`seen`]. Written by ingress only.
     pub received: u8,
     /// Time of the last packet, in seconds of the monotonic clock.
     pub last_seen: u32,
     /// Time of the first packet, in seconds of the monotonic clock.
     pub created: u32,
-    /// The device that the flow left by.
+    /// The egress device of the flow.
     pub ifindex: u32,
-    /// Whose flow it is: [`OWNER_POD`] or [`OWNER_HOST`].
+    /// Kind of the owner: [`OWNER_POD`] or [`OWNER_HOST`].
     pub owner: u8,
     /// Room to grow; zero.
     pub spare: [u8; 3],
-    /// [`EndpointValue::generation`] of the pod; 0 for the host, and where it is not known.
+    /// [`EndpointValue::generation`] of the pod; 0 for the host, and if unknown.
     pub endpoint_generation: u32,
-    /// [`SettingsValue::epoch`] at which the pod was last seen to be this endpoint; 0 before that. Written by ingress only.
+    /// [`SettingsValue::epoch`] at which the pod was last checked to be this endpoint; 0 before that. Written by
+    /// ingress only.
     pub epoch: u32,
     /// Room to grow; zero.
     pub room: [u8; 12],
 }
 
-/// The same with its fields in another order, and one more.
+/// The variant with its fields in another order, and an additional one.
 #[cfg(feature = "test-variant")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
@@ -136,11 +137,11 @@ impl<const N: usize> RevValue<N> {
 
 /// [`RevValue::owner`]: a pod's flow.
 pub const OWNER_POD: u8 = 0;
-/// [`RevValue::owner`]: a flow of the host. Origin and translated source are equal where the host came first and only holds
-/// its port; they differ where a pod flow came first and the host's was moved.
+/// [`RevValue::owner`]: a flow of the host. Origin and translated source are equal if it only reserves its port; they
+/// differ if a pod's flow was first and the host's was translated.
 pub const OWNER_HOST: u8 = 1;
 
-/// Bits of [`RevValue::sent`], [`RevValue::received`] and their like in [`InboundValue`].
+/// Bits of [`RevValue::sent`], [`RevValue::received`] and the same fields of [`InboundValue`].
 pub mod seen {
     /// Any packet.
     pub const ANY: u8 = 1;
@@ -154,28 +155,28 @@ pub mod seen {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct FwdValue<const N: usize = 4> {
-    /// The node's address that the flow leaves under.
+    /// The translated source address of the flow.
     pub external: [u8; N],
     /// Port at `external`.
     pub external_port: Port,
     /// Room to grow; zero.
     pub spare: [u8; 2],
-    /// When the reverse entry was last looked at, in seconds of the monotonic clock. It is looked at once in a second:
-    /// to keep `last_seen`, and to notice that it has gone.
+    /// When the reverse entry was last checked, in seconds of the monotonic clock. It is checked once per second, to
+    /// update `last_seen` and to detect its deletion.
     pub checked: u32,
-    /// [`SettingsValue::epoch`] at which `external` was last seen to be an address of this node, and the source to be the
-    /// endpoint that opened the flow.
+    /// [`SettingsValue::epoch`] at which `external` was last checked to be an address of this node, and the source to
+    /// be the endpoint that opened the flow.
     pub epoch: u32,
-    /// The device by which the pod's packets come in, [`EndpointValue::ifindex`]. A packet that came in by another one is
-    /// not looked up here. 0: any device.
+    /// The device by which the pod's packets arrive, [`EndpointValue::ifindex`]. A packet that arrived by another one
+    /// does not use this entry. 0: any device.
     pub device: u32,
-    /// [`EndpointValue::generation`] of the pod; 0 for the host, and where it is not known.
+    /// [`EndpointValue::generation`] of the pod; 0 for the host, and if unknown.
     pub endpoint_generation: u32,
     /// Room to grow; zero.
     pub room: [u8; 8],
 }
 
-/// A flow that was opened from outside: value of the inbound table, under the key of the pod's answer.
+/// A flow opened from outside: value of the inbound table, under the key of the pod's reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct InboundValue {
@@ -183,11 +184,11 @@ pub struct InboundValue {
     pub last_seen: u32,
     /// Time of the first packet, in seconds of the monotonic clock.
     pub created: u32,
-    /// The device that the flow came by.
+    /// The device by which the flow arrived.
     pub ifindex: u32,
-    /// What was seen from the pod: bits of [`seen`].
+    /// Packets seen from the pod: bits of [`seen`].
     pub sent: u8,
-    /// What was seen from outside: bits of [`seen`].
+    /// Packets seen from outside: bits of [`seen`].
     pub received: u8,
     /// Room to grow; zero.
     pub room: [u8; 10],
@@ -205,12 +206,12 @@ pub struct EndpointKey<const N: usize = 4> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct EndpointValue {
-    /// The host side of the pod's interface: a packet counts as the pod's only if it came in by it. 0 where another plugin
+    /// The host side of the pod's interface: only packets that arrive by it count as the pod's. 0 if another plugin
     /// attached the pod: then any device counts.
     pub ifindex: u32,
     /// [`ENDPOINT_EXEMPT`] or 0.
     pub flags: u32,
-    /// Tells the pods that have this address one after the other apart; 0 where it is not known, which equals any.
+    /// Distinguishes successive pods with this address; 0 if unknown, which equals any.
     pub generation: u32,
     /// Room to grow, for an identity of the pod among others; zero.
     pub room: [u8; 12],
@@ -231,7 +232,7 @@ pub struct DeviceKey {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct DeviceValue<const N: usize = 4> {
-    /// The address that pods leave under; all zero where the device has none.
+    /// The masquerade address; all zero if the device has none.
     pub address: [u8; N],
     /// Room to grow; zero.
     pub room: [u8; 12],
@@ -249,8 +250,8 @@ pub struct ExcludedAddress<const N: usize = 4> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct ExcludedValue {
-    /// When the prefix was added, in seconds of the monotonic clock: until one TCP idle timeout has passed, a flow that
-    /// was translated before is still looked for. 0 when no flow could have been translated to it.
+    /// When the prefix was added, in seconds of the monotonic clock: for one TCP idle timeout, flows translated before
+    /// are still searched. 0 if no flow can have been translated to it.
     pub since: u32,
     /// Why the destination is excluded: a number of [`reason`].
     pub reason: u8,
@@ -260,7 +261,7 @@ pub struct ExcludedValue {
 
 /// Numbers of [`ExcludedValue::reason`].
 pub mod reason {
-    /// An address of this node. The only reason that the programs themselves tell apart.
+    /// An address of this node. The only reason that the programs distinguish.
     pub const OWN_NODE: u8 = 1;
     /// `InternalIP` of another node.
     pub const NODE_INTERNAL_IP: u8 = 2;
@@ -280,45 +281,46 @@ pub mod reason {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct SettingsValue {
-    /// Key of the hash that starts the port walk. Random per node, and kept as long as the maps.
+    /// Key of the hash that starts the port walk. Random per node, and persistent with the maps.
     pub hash_key: [u64; 2],
     /// Bits [`SETTING_MASQUERADE`], [`SETTING_IMMEDIATE`].
     pub flags: u32,
-    /// How long after a change of policy an open TCP flow keeps what it had, in seconds: the TCP idle timeout.
+    /// How long after a change of policy an established TCP flow keeps its treatment, in seconds: the TCP idle timeout.
     pub window: u32,
-    /// When the policy last changed so that flows may be translated that were not, in seconds of the monotonic clock.
+    /// Time of the last policy change by which existing flows may newly be translated, in seconds of the monotonic
+    /// clock.
     pub policy_changed: u32,
-    /// Raised after every change of the node's addresses and of its pods that may end flows, so that entries of flows are
-    /// compared with both again, and need not be otherwise. Never 0.
+    /// Incremented after every change of the node's addresses and of its pods that may end flows, so that entries of
+    /// flows are compared with both only then. Never 0.
     pub epoch: u32,
     /// First port that may be allocated.
     pub port_first: u16,
     /// Last port that may be allocated.
     pub port_last: u16,
-    /// Part that the programs over these maps play while others take over from them: a number of [`handover`].
+    /// Role of the programs with these maps while others take over from them: a number of [`handover`].
     pub handover: u32,
     /// Room to grow; zero.
     pub room: [u8; 24],
 }
 
-/// [`SettingsValue::flags`]: masquerading is on.
+/// [`SettingsValue::flags`]: masquerading is enabled.
 pub const SETTING_MASQUERADE: u32 = 1;
-/// [`SettingsValue::flags`]: every packet follows the present policy, open flow or not.
+/// [`SettingsValue::flags`]: the current policy applies to all packets, including those of established flows.
 pub const SETTING_IMMEDIATE: u32 = 2;
 
-/// Numbers of [`SettingsValue::handover`]: while the programs of one build take over from those of another, whose maps have
-/// other rows, both are attached to a device, and what either may do is stated here. The order of events is stated by the
-/// module of the agent that drives it.
+/// Numbers of [`SettingsValue::handover`]: roles of programs during a takeover between two builds with different map
+/// rows, when both are attached to a device. The module of the agent that drives it documents the order of events.
 pub mod handover {
     /// No other programs are attached.
     pub const NONE: u32 = 0;
-    /// Successor whose maps are being filled: every packet passes untouched and uncounted.
+    /// Successor whose maps are being filled: passes all packets unchanged and uncounted.
     pub const WAITING: u32 = 1;
-    /// Predecessor that allocates even ports alone.
+    /// Predecessor that only allocates even ports.
     pub const EVEN: u32 = 2;
-    /// Successor that allocates odd ports alone and records no flow that is opened from outside: its predecessor does.
+    /// Successor that only allocates odd ports and records no flows opened from outside, as its predecessor does that.
     pub const ODD: u32 = 3;
-    /// Predecessor that serves the flows that it has; a packet that needs a new entry passes untouched to the successor.
+    /// Predecessor that serves its existing flows; a packet that needs a new entry is passed unchanged to the
+    /// successor.
     pub const CLOSED: u32 = 4;
 
     /// Whether a port may be allocated by programs that allocate at all. Without a branch for each part, since the verifier follows
@@ -340,24 +342,24 @@ pub mod handover {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct PortWord {
-    /// Bit `n` of word `w` is set when port `64 w + n` is never given.
+    /// Bit `n` of word `w` is set if port `64 w + n` is reserved.
     pub reserved: u64,
 }
 
-/// Which tries of the port walk were ever used, so that a look-up does not probe further than any allocation went.
+/// Which steps of the port walk have been used, so that a lookup does not probe further than any allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct TriesValue {
-    /// 1 at the index of each try that ever gave a port; index 0 is the kept source port. One byte each, since two
-    /// CPUs then cannot undo each other's write.
+    /// 1 at the index of each step that has allocated a port; index 0 is the source port. One byte each, so that two
+    /// CPUs cannot overwrite each other's update.
     pub used: [u8; crate::ports::TRIES],
-    /// 1 when any try but the first ever gave a port.
+    /// 1 if any step but the first has allocated a port.
     pub moved: u8,
     /// Room to grow; zero.
     pub spare: [u8; 6],
 }
 
-/// When each rare event was last logged, in seconds of the monotonic clock: at most one line in a second.
+/// When each event was last logged, in seconds of the monotonic clock, to limit it to one per second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct EventsValue {
@@ -379,12 +381,12 @@ pub struct CounterValue {
     pub packets: u64,
 }
 
-/// The bit of `skb->mark` that says "translated on an upper device": a bridge, bond or VLAN runs the hook once for each
+/// The bit of `skb->mark` for "translated on an upper device": with a bridge, bond or VLAN the hook runs once per
 /// layer. It never leaves the node.
 pub const MARK_TRANSLATED: u32 = 0x0400_0000;
 
-// Sizes are part of the contract with maps that an agent of another version pinned. A sum of field sizes that equals
-// the size of the whole proves that there is no padding, hence no uninitialised byte.
+// Sizes are part of the contract with maps pinned by other versions. If the sum of field sizes equals the size of the
+// struct, there is no padding, and no uninitialised byte.
 const fn no_padding<const N: usize>() {
     assert!(size_of::<FlowKey<N>>() == 2 * N + 2 + 2 + 1 + 3);
     assert!(size_of::<RevKey<N>>() == 2 * N + 2 + 2 + 1 + 3);
@@ -409,7 +411,7 @@ const _: () = {
 };
 
 impl<const N: usize> FlowKey<N> {
-    /// The key whose packets answer `self`: ends exchanged.
+    /// The key of replies: with the endpoints exchanged.
     #[must_use]
     pub const fn answer(self) -> Self {
         Self {
@@ -422,7 +424,7 @@ impl<const N: usize> FlowKey<N> {
         }
     }
 
-    /// The translated tuple of this flow under the given address and port.
+    /// The translated tuple of this flow with the given address and port.
     #[must_use]
     pub const fn outside(&self, external: [u8; N], external_port: Port) -> RevKey<N> {
         RevKey {
@@ -437,7 +439,7 @@ impl<const N: usize> FlowKey<N> {
 }
 
 impl<const N: usize> RevKey<N> {
-    /// The flow of `origin` that leaves under this tuple.
+    /// The flow of `origin` with this translated tuple.
     #[must_use]
     pub const fn flow(&self, origin: [u8; N], origin_port: Port) -> FlowKey<N> {
         FlowKey {
@@ -451,7 +453,7 @@ impl<const N: usize> RevKey<N> {
     }
 }
 
-/// Whether an entry of a flow and an endpoint, by their generations, are of the same pod. 0 is not known, and equals any.
+/// Whether an entry of a flow and an endpoint are of the same pod, by their generations. 0 is unknown, and equals any.
 #[inline(always)]
 #[must_use]
 pub const fn same_pod(entry: u32, endpoint: u32) -> bool {
@@ -472,10 +474,10 @@ mod pod {
         };
     }
 
-    /// Rows with addresses, of either family.
+    /// Rows with addresses of either family.
     macro_rules! pod_with_addresses {
         ($($name:ident),+ $(,)?) => {
-            // SAFETY: as above; the assertions are for both lengths of an address.
+            // SAFETY: as above; the assertions cover both lengths of an address.
             $(unsafe impl aya::Pod for $name<4> {}
             unsafe impl aya::Pod for $name<16> {})+
         };

@@ -1,7 +1,7 @@
-//! The Internet checksum, changed by differences.
+//! Incremental update of the Internet checksum.
 //!
-//! RFC 1624 equation 3: `HC' = ~(~HC + ~m + m')` for a 16-bit word that goes from `m` to `m'`, in ones' complement
-//! arithmetic. Words are taken in network order; the sum does not depend on it as long as all use the same.
+//! RFC 1624 equation 3: `HC' = ~(~HC + ~m + m')` for a 16-bit word that changes from `m` to `m'`, in ones' complement
+//! arithmetic. Words are in network order; the sum is independent of it if all use the same.
 
 /// The checksum field after a 16-bit word changed from `from` to `to`.
 #[inline(always)]
@@ -23,8 +23,7 @@ pub const fn replace_address(checksum: [u8; 2], from: [u8; 4], to: [u8; 4]) -> [
     fold(sum)
 }
 
-/// Folds the carries of at most five words back and complements. Two folds are enough: the first leaves at most
-/// 0xffff + 4.
+/// Folds the carries of at most five words and complements. Two folds suffice: the first leaves at most 0xffff + 4.
 #[inline(always)]
 const fn fold(sum: u32) -> [u8; 2] {
     let once = (sum & 0xffff) + (sum >> 16);
@@ -49,12 +48,12 @@ mod tests {
         (!(sum as u16)).to_be_bytes()
     }
 
-    /// Whether a receiver accepts: the sum over everything, the field included, is all ones.
+    /// Whether a receiver accepts: the sum over everything, including the field, is all ones.
     fn accepted(bytes: &[u8]) -> bool {
         whole(bytes) == [0, 0]
     }
 
-    /// Numbers that look random and are the same each time (Marsaglia, "Xorshift RNGs").
+    /// Pseudo-random, reproducible numbers (Marsaglia, "Xorshift RNGs").
     fn numbers() -> impl FnMut() -> u64 {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         move || {
@@ -74,7 +73,7 @@ mod tests {
             for word in packet.chunks_mut(8) {
                 word.copy_from_slice(&next().to_ne_bytes());
             }
-            // Extremes carry most.
+            // Extreme values have the most carries.
             if round % 8 == 0 {
                 packet[12..16].fill(if round % 16 == 0 { 0 } else { 0xff });
             }
@@ -93,7 +92,8 @@ mod tests {
             packet[10..12].copy_from_slice(&changed);
             assert!(accepted(packet), "{packet:02x?}");
 
-            // Equal to recomputation too, but for the two forms of zero, which a receiver does not tell apart.
+            // Also equal to recomputation, except for the two representations of zero, which receivers do not
+            // distinguish.
             packet[10..12].fill(0);
             let again = whole(packet);
             let zero = |sum: [u8; 2]| matches!(sum, [0, 0] | [0xff, 0xff]);

@@ -1,6 +1,6 @@
-//! What the programs count, by kind.
+//! Packet counters by kind.
 
-/// Index into the counter map. New kinds are added at the end: the indices are read by agents of other versions.
+/// Index into the counter map. New kinds are added at the end: agents of other versions read the indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u32)]
 pub enum Counter {
@@ -8,13 +8,13 @@ pub enum Counter {
     Translated = 0,
     /// Ingress: destination rewritten back to the pod.
     Reversed = 1,
-    /// A new flow got its entry.
+    /// An entry was created for a new flow.
     FlowCreated = 2,
-    /// A flow was found in the reverse map after the cache had lost it.
+    /// A flow was found in the reverse map after a cache miss.
     CacheRefilled = 3,
     /// Passed: destination excluded.
     Excluded = 4,
-    /// Passed: answer to a flow that was opened from outside.
+    /// Passed: reply of a flow that was opened from outside.
     InboundReply = 5,
     /// A flow opened from outside was recorded.
     InboundCreated = 6,
@@ -28,48 +28,48 @@ pub enum Counter {
     HostTranslated = 10,
     /// Passed: it may belong to a flow that was opened before the policy changed.
     PolicyWindow = 11,
-    /// Passed: FIN, RST or SYN+ACK without an entry, which never opens a flow.
+    /// Passed: FIN, RST or SYN+ACK without an entry, which never creates a flow.
     NeverOpens = 12,
     /// Passed: already translated on an upper device.
     AlreadyTranslated = 13,
-    /// An entry was given up, because its address is no longer on this node.
+    /// An entry was deleted, because its address is no longer on this node.
     StaleAddress = 14,
-    /// Passed: masquerading is switched off.
+    /// Passed: masquerading is disabled.
     Disabled = 15,
-    /// Passed untouched: fragment.
+    /// Passed unchanged: fragment.
     Fragment = 16,
-    /// Passed untouched: ICMP error.
+    /// Passed unchanged: ICMP error.
     IcmpError = 17,
-    /// Passed untouched: echo reply of a pod or the host.
+    /// Passed unchanged: echo reply of a pod or the host.
     EchoReply = 18,
-    /// Passed untouched: ICMP of any other type.
+    /// Passed unchanged: ICMP of any other type.
     IcmpOther = 19,
-    /// Passed untouched: protocol other than TCP, UDP and ICMP.
+    /// Passed unchanged: protocol other than TCP, UDP and ICMP.
     ProtocolOther = 20,
-    /// Passed untouched: IPv6.
+    /// Passed unchanged: IPv6.
     Ipv6 = 21,
-    /// Passed untouched: VLAN tag; the VLAN device's own program sees the packet.
+    /// Passed unchanged: VLAN tag; the VLAN device's own program processes the packet.
     Vlan = 22,
-    /// Passed untouched: shorter than its headers say.
+    /// Passed unchanged: shorter than its headers say.
     Malformed = 23,
-    /// Passed: the device has no address to leave under.
+    /// Passed: the device has no masquerade address.
     NoDeviceAddress = 24,
-    /// Dropped: every port that was tried is taken.
+    /// Dropped: all tried ports are in use.
     NoPort = 25,
     /// Dropped: the reverse map is full.
     MapFull = 26,
     /// Dropped: the packet could not be rewritten completely.
     RewriteFailed = 27,
-    /// Passed: the source is a pod of this node, but the packet came in by another device than the pod's.
+    /// Passed: the source is a pod of this node, but the packet arrived by another device than the pod's.
     OtherDevice = 28,
-    /// Dropped: an answer to a flow whose pod has ended.
+    /// Dropped: a reply of a flow whose pod has ended.
     PodEnded = 29,
-    /// Seen by the program that the variant has more.
+    /// Counted by the additional program of the variant.
     #[cfg(feature = "test-variant")]
     Variant = 30,
 }
 
-/// How many kinds there are.
+/// The number of kinds.
 const KINDS: usize = if cfg!(feature = "test-variant") { 31 } else { 30 };
 
 impl Counter {
@@ -109,7 +109,7 @@ impl Counter {
         Self::Variant,
     ];
 
-    /// How the kind is called in metrics, JSON and tables.
+    /// Name of the kind in metrics, JSON and tables.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -1,4 +1,4 @@
-//! Fields of the headers that the programs read, and the rewriting of the IPv4 header.
+//! Header fields, and rewriting of the IPv4 header.
 
 use crate::abi::{Address, seen};
 use crate::checksum::replace_address;
@@ -12,18 +12,18 @@ pub const ETHERTYPE_IPV4: u16 = 0x0800;
 /// EtherType of IPv6.
 pub const ETHERTYPE_IPV6: u16 = 0x86dd;
 
-/// Where the header checksum starts; source and destination follow it, so that one write changes all three.
+/// Offset of the header checksum; source and destination follow it, so that one write changes all three.
 pub const IPV4_CHECKSUM: usize = 10;
 /// Bytes from the checksum to the end of the destination.
 pub const IPV4_REWRITTEN: usize = 10;
 
-/// Where the checksum stands in a TCP header.
+/// Offset of the checksum in a TCP header.
 pub const TCP_CHECKSUM: usize = 16;
-/// Where the checksum stands in a UDP header.
+/// Offset of the checksum in a UDP header.
 pub const UDP_CHECKSUM: usize = 6;
-/// Where the checksum stands in an ICMP header.
+/// Offset of the checksum in an ICMP header.
 pub const ICMP_CHECKSUM: usize = 2;
-/// Where the identifier stands in an echo message.
+/// Offset of the identifier in an echo message.
 pub const ICMP_IDENTIFIER: usize = 4;
 
 /// ICMP echo reply.
@@ -55,14 +55,14 @@ pub const fn tcp_opens(flags: u8) -> bool {
     flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN) == TCP_SYN
 }
 
-/// Whether a TCP packet without an entry may never open a flow: FIN, RST, and SYN+ACK, which answers one.
+/// Whether a TCP packet without an entry never opens a flow: FIN, RST, and SYN+ACK, which is a reply.
 #[inline(always)]
 #[must_use]
 pub const fn tcp_never_opens(flags: u8) -> bool {
     flags & (TCP_FIN | TCP_RST | TCP_SYN) != 0 && !tcp_opens(flags)
 }
 
-/// What a flow's entry remembers of these TCP flags: bits of [`seen`].
+/// The bits of [`seen`] for these TCP flags.
 #[inline(always)]
 #[must_use]
 pub const fn tcp_seen(flags: u8) -> u8 {
@@ -82,7 +82,7 @@ pub const fn tcp_seen(flags: u8) -> u8 {
 pub struct Ipv4Header(pub [u8; IPV4_LENGTH]);
 
 impl Ipv4Header {
-    /// Length with options in bytes; `None` when this is no IPv4 header.
+    /// Length with options in bytes; `None` if it is not an IPv4 header.
     #[inline(always)]
     #[must_use]
     pub const fn length(&self) -> Option<usize> {
@@ -90,11 +90,11 @@ impl Ipv4Header {
         if self.0[0] >> 4 == 4 && words >= 5 { Some(words as usize * 4) } else { None }
     }
 
-    /// Whether the packet is part of a larger one: more fragments follow, or some came before.
+    /// Whether the packet is a fragment.
     #[inline(always)]
     #[must_use]
     pub const fn is_fragment(&self) -> bool {
-        // Bit 13 of the word says "more fragments", the 13 below it are the offset.
+        // Bit 13 of the word is "more fragments", the lower 13 are the offset.
         self.0[6] & 0x3f != 0 || self.0[7] != 0
     }
 
@@ -119,7 +119,7 @@ impl Ipv4Header {
         [self.0[16], self.0[17], self.0[18], self.0[19]]
     }
 
-    /// Replaces the source and corrects the header checksum.
+    /// Sets the source and updates the header checksum.
     #[inline(always)]
     pub const fn set_source(&mut self, source: Address) {
         self.set_checksum(replace_address(self.checksum(), self.source(), source));
@@ -129,7 +129,7 @@ impl Ipv4Header {
         self.0[15] = source[3];
     }
 
-    /// Replaces the destination and corrects the header checksum.
+    /// Sets the destination and updates the header checksum.
     #[inline(always)]
     pub const fn set_destination(&mut self, destination: Address) {
         self.set_checksum(replace_address(self.checksum(), self.destination(), destination));

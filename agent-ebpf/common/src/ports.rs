@@ -1,23 +1,23 @@
-//! In which order ports are tried for a flow.
+//! Order in which ports are tried for a flow.
 //!
-//! The source port comes first where it may be given. Then a keyed hash of the flow gives a start and an odd stride.
-//! The walk runs over the next power of two at or above the number of ports, where an odd stride reaches every place,
-//! scatters the places, since a small stride would stay inside a reserved block that it met, and folds those beyond the
-//! end back into the range. So all ports of the range are reachable, flows do not cluster, and who does not know the key
-//! cannot aim two flows at one port. The order depends on the flow, the key and the range alone, which is how a flow is
-//! found again that the cache has lost.
+//! The source port is tried first if it is allowed. Then a keyed hash of the flow determines a start and an odd stride.
+//! The walk runs over the next power of two at or above the number of ports, in which an odd stride reaches every
+//! position; positions are scattered, since a small stride would stay inside a reserved block, and those beyond the end
+//! are folded back into the range. So all ports of the range are reachable, flows do not cluster, and without the key
+//! two flows cannot be aimed at one port. The order depends on the flow, the key and the range only, so that a flow
+//! missing in the cache is found again.
 
 use crate::abi::FlowKey;
 
-/// Ports tried for one packet: the source port, then sixteen of the walk.
+/// Number of ports tried for a packet: the source port, then sixteen of the walk.
 pub const TRIES: usize = 17;
 
-/// A range of ports, both ends included.
+/// An inclusive range of ports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PortRange {
     /// First port.
     pub first: u16,
-    /// Last port; a smaller one than `first` means `first` alone.
+    /// Last port; if less than `first`, the range is `first` only.
     pub last: u16,
 }
 
@@ -25,7 +25,7 @@ impl PortRange {
     /// Echo identifiers: any 16-bit number.
     pub const ANY: Self = Self { first: 0, last: u16::MAX };
 
-    /// Whether the port lies in the range.
+    /// Whether the range contains the port.
     #[inline(always)]
     #[must_use]
     pub const fn contains(self, port: u16) -> bool {
@@ -39,14 +39,14 @@ pub struct PortWalk {
     first: u32,
     count: u32,
     mask: u32,
-    /// Half the bits of the mask, and not 0: how far [`PortWalk::scatter`] shifts.
+    /// Half the bits of the mask, at least 1: the shift of [`PortWalk::scatter`].
     shift: u32,
     position: u32,
     stride: u32,
 }
 
 impl PortWalk {
-    /// Starts a walk where `hash` says.
+    /// Starts a walk at a position derived from `hash`.
     #[inline(always)]
     #[must_use]
     pub const fn new(range: PortRange, hash: u64) -> Self {
@@ -67,13 +67,12 @@ impl PortWalk {
     pub const fn next_port(&mut self) -> u16 {
         let place = self.scatter(self.position & self.mask);
         self.position = self.position.wrapping_add(self.stride);
-        // The mask is below twice the count, so one subtraction folds.
+        // The mask is less than twice the count, so one subtraction suffices.
         let folded = if place >= self.count { place - self.count } else { place };
         (self.first + folded) as u16
     }
 
-    /// Exchanges the places among each other: both steps, the shift and the odd factor, can be undone, hence no two
-    /// places become one.
+    /// Permutes the positions: both steps, the shift and the multiplication by an odd factor, are invertible.
     #[inline(always)]
     const fn scatter(&self, place: u32) -> u32 {
         let place = place ^ (place >> self.shift);
@@ -83,8 +82,8 @@ impl PortWalk {
     }
 }
 
-/// SipHash-1-3 of the flow (Aumasson and Bernstein, "SipHash: a fast short-input PRF"). With addresses of `N` bytes, a multiple of
-/// 4, both ends are `N / 4` words, and ports and protocol one more.
+/// SipHash-1-3 of the flow (Aumasson and Bernstein, "SipHash: a fast short-input PRF"). With addresses of `N` bytes, a
+/// multiple of 4, the endpoints are `N / 4` words, and ports and protocol one more.
 #[inline(always)]
 #[must_use]
 pub const fn flow_hash<const N: usize>(key: [u64; 2], flow: &FlowKey<N>) -> u64 {
@@ -101,7 +100,7 @@ pub const fn flow_hash<const N: usize>(key: [u64; 2], flow: &FlowKey<N>) -> u64 
         word += 1;
     }
     state.absorb(u64::from_le_bytes([sp[0], sp[1], dp[0], dp[1], flow.protocol, 0, 0, 0]));
-    // The last word holds the rest of the bytes, none here, and the length in its top byte.
+    // The last word has the remaining bytes, none here, and the length in its top byte.
     state.absorb((2 * N as u64 + 8) << 56);
     state.v2 ^= 0xff;
     state.round();
@@ -174,7 +173,7 @@ mod tests {
 
     #[test]
     fn the_hash_is_siphash_1_3() {
-        // The standard library's default hasher is SipHash-1-3 under the key 0.
+        // The standard library's default hasher is SipHash-1-3 with the key 0.
         for (source, port) in [(0, 0), (0x0a3d_040b, 41_000), (u32::MAX, u16::MAX)] {
             let flow = flow(source, port);
             let mut oracle = std::collections::hash_map::DefaultHasher::new();
@@ -235,8 +234,8 @@ mod tests {
 
     #[test]
     fn a_walk_leaves_a_reserved_block_whatever_its_stride() {
-        // A third of all ports is reserved in one block. Sixteen tries that were independent would all meet it once in
-        // 43 million walks.
+        // A third of all ports is one reserved block. Sixteen independent attempts would all hit it once in 43 million
+        // walks.
         let range = PortRange { first: 1_024, last: u16::MAX };
         for stride in 0..4_096_u64 {
             for start in [0, 20_000, 30_000, 40_000, 50_000] {

@@ -17,7 +17,7 @@ struct Layer {
     may_name: &'static [&'static str],
 }
 
-/// Every module may read the time, hand over blocking work, count and log.
+/// Every module may read the clock, run blocking work, log, and count.
 const COMMON_MODULES: [&str; 3] = ["blocking", "clock", "telemetry"];
 
 const LAYERS: [Layer; 20] = [

@@ -182,7 +182,7 @@ fn structs(tokens: &[TokenTree]) -> BTreeMap<String, Vec<String>> {
             })
             .filter(|name| !["zero", "spare", "room"].contains(&name.as_str()))
             .collect();
-        // A structure that is declared twice has a variant for tests behind it.
+        // The second declaration of a structure is its variant for tests.
         found.entry(name.to_string()).or_insert(names);
     }
     found
