@@ -1,16 +1,15 @@
-//! How soon the agent is ready, and how much memory it holds with 250 pods: `cargo xtask bench agent`.
+//! Time until the agent is ready, and its memory with 250 pods: `cargo xtask bench agent`.
 //!
-//! Each round makes a node and an API server without any object of ours but the Node, and starts the agent twice:
-//! a first start, in which the same process is elected, gives the node its pod CIDR and takes it into use, and one with
-//! everything on disk and in the kernel. Then the second agent gets 250 pods, each asked for and confirmed as the CNI
-//! plugin does it.
+//! Each round creates a node and an API server with the Node only, and starts the agent twice: a first start, in which
+//! the same process is elected and assigns the node's pod CIDR, and one with all state on disk and in the kernel. Then
+//! the second agent gets 250 pods, with the CNI plugin's requests.
 
 #[path = "median.rs"]
 mod median;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cistern::api::client::Client;
-use cistern::api::types::{AddRequest, AddResponse, Behind, ConfirmRequest, Interface};
+use cistern::api::types::{AddRequest, AddResponse, ConfirmRequest, Interface, PodAttachment};
 use cistern_tests::lab::{Lab, Machine};
 use median::median;
 use std::path::{Path, PathBuf};
@@ -19,7 +18,7 @@ use std::time::{Duration, Instant};
 
 const ROUNDS: usize = 7;
 const PODS: u32 = 250;
-/// No start takes so long; one that does is told as such, not waited for.
+/// Timeout of a start, which is then reported as failed.
 const PATIENCE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(2);
 
@@ -54,14 +53,14 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// What is measured, and what stands around it.
+/// The measured process, and its environment.
 struct Programs {
     cistern: PathBuf,
     apiserver: PathBuf,
 }
 
 impl Programs {
-    /// `CISTERN` names the agent; the API server lies beside this bench's folder, where Cargo puts programs.
+    /// `CISTERN` is the agent's path; Cargo puts the API server beside this bench's folder.
     fn from_environment() -> Result<Self> {
         let cistern =
             std::env::var_os("CISTERN").context("CISTERN must name the agent: run `cargo xtask bench agent`")?;
@@ -105,7 +104,7 @@ impl Measured {
     }
 }
 
-/// Starts the agent and returns it with the milliseconds until it said that it is ready.
+/// Starts the agent and returns it with the milliseconds until it was ready.
 fn start_agent(programs: &Programs, node: &Machine) -> Result<(Running, f64)> {
     let start = Instant::now();
     let agent = Running::start(
@@ -145,7 +144,7 @@ fn add_pods(node: &Machine) -> Result<()> {
             container_id,
             ifname: "eth0".to_owned(),
             generation: given.generation,
-            interface: Behind::Pair(Interface {
+            interface: PodAttachment::Pair(Interface {
                 host_ifname: format!("cst{number:011x}"),
                 host_ifindex: 1000 + number,
                 mac: format!("0a:58:0a:f4:{:02x}:{:02x}", number / 256, number % 256),
@@ -157,7 +156,7 @@ fn add_pods(node: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// A program that ends with its value.
+/// A process that is killed when dropped.
 struct Running(Child);
 
 impl Running {
@@ -174,7 +173,7 @@ impl Running {
             .lines()
             .find_map(|line| line.strip_prefix("VmRSS:"))
             .and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<f64>().ok())
-            .context("its status tells no VmRSS")?;
+            .context("its status has no VmRSS")?;
         Ok(kib * 1024.0 / 1e6)
     }
 
@@ -189,7 +188,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Ended already, or about to be: either is what is wanted.
+        // An error means that it has terminated already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,8 +1,9 @@
-//! CNI ADD and DEL as whole processes, beside the reference plugins `ptp` and `host-local`: `cargo xtask bench cni`.
+//! CNI ADD and DEL as whole processes, compared with the reference plugins `ptp` and `host-local`: `cargo xtask bench
+//! cni`.
 //!
-//! Both make a veth pair, an address and routes for a pod that is a fresh network namespace. The calls alternate, so that
-//! what else the machine does hits both alike. Every call goes through `nsenter`; what that takes by itself is
-//! measured in the same rounds and taken off.
+//! Both create a veth pair, an address and routes for a pod in a new network namespace. The calls alternate, so that
+//! other load affects both alike. Every call is run by `nsenter`, whose own time is measured in the same rounds and
+//! subtracted.
 
 #[path = "median.rs"]
 mod median;

@@ -1,9 +1,9 @@
 //! Nanoseconds per packet in the kernel programs, and the time to load them.
 //!
-//! `BPF_PROG_TEST_RUN` runs a program over one packet and tells how long that took. A translated packet cannot be run
-//! twice, since it is another one then, so each run is a call of its own, and what is compared is the median of many. The
-//! base is a frame that is no IP at all: the program ends with it at its first comparison, as an empty program would, and
-//! what is told then is the measuring itself. Rounds are interleaved, so that a slow moment of the machine meets all.
+//! `BPF_PROG_TEST_RUN` runs a program on a packet and reports the duration. A translated packet cannot be run twice,
+//! since it has changed, so each run is a separate call, and medians of many calls are compared. The base is a non-IP
+//! frame, which the program passes at its first comparison, like an empty program: its duration is the overhead of the
+//! measurement. Rounds are interleaved, so that other load affects all measurements.
 #![expect(clippy::panic, clippy::indexing_slicing, reason = "a bench ends where it cannot measure")]
 
 use aya::programs::{SchedClassifier, TestRun, TestRunOptions};
@@ -25,7 +25,7 @@ mod frame;
 const ROUNDS: usize = 15;
 /// Calls in one round of one measurement.
 const CALLS: u32 = 4_000;
-/// Runs in one call, where the packet stays as it is.
+/// Runs per call, if the packet does not change.
 const REPEAT: u32 = 200_000;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -127,7 +127,7 @@ fn frame(flags: TcpFlags, from: (Ipv4Addr, u16), to: (Ipv4Addr, u16)) -> Vec<u8>
     frame::build(&Packet { content: Content::Tcp(flags), source, destination, device: 0 }, &[0; 64])
 }
 
-/// What one call tells, in nanoseconds for a run.
+/// The duration of a call in nanoseconds per run.
 fn run(program: &SchedClassifier, frame: &[u8], repeat: u32) -> Result<u64, Box<dyn Error>> {
     let context = frame::context(cases::device(POD_A));
     let options = TestRunOptions { data_in: Some(frame), ctx_in: Some(&context), repeat, ..TestRunOptions::new() };

@@ -1,8 +1,8 @@
-//! CNI ADD and DEL as kubelet's pods meet them, beside the reference plugins: `cargo xtask bench kubelet`.
+//! CNI ADD and DEL for pods of a kubelet, compared with the reference plugins: `cargo xtask bench kubelet`.
 //!
-//! In a real cluster, containerd measures how long the network of a pod takes it: a namespace, `loopback`, and the plugins of
-//! the network. One node has Cistern, the other `ptp` with `host-local`; both chain `portmap`. Pods come and go one at a
-//! time, on the two nodes in turn.
+//! In a real cluster, containerd measures the time for a pod's network: a namespace, `loopback`, and the plugins of the
+//! network. One node has Cistern, the other `ptp` with `host-local`; both chain `portmap`. Pods are created and deleted
+//! one at a time, alternating between the nodes.
 
 #[path = "median.rs"]
 mod median;
@@ -29,7 +29,7 @@ spec:
   containers: [{name: pause, image: 'localhost/pause:1', imagePullPolicy: Never}]
 ";
 
-/// Milliseconds that the networks of pods have taken containerd so far.
+/// Milliseconds that containerd has spent on networks of pods so far.
 #[derive(Clone, Copy)]
 struct Waited {
     set_up: f64,
@@ -71,7 +71,7 @@ fn measure(image: &str) -> Result<(Vec<Waited>, Vec<Waited>)> {
     Ok(times)
 }
 
-/// A pod comes and goes.
+/// Creates and deletes a pod.
 fn one_pod(cluster: &Cluster, node: &str) -> Result<Waited> {
     let machine = cluster.machine(node)?;
     let before = waited(&machine)?;
@@ -80,7 +80,7 @@ fn one_pod(cluster: &Cluster, node: &str) -> Result<Waited> {
     let started = waited(&machine)?;
     cluster.kubectl(&["delete", "pod/measured", "--wait"])?;
     let mut ended = started;
-    // The pod may go before its sandbox does.
+    // The pod may be deleted before its sandbox.
     cluster::wait_for("containerd to count a pod", || {
         ended = waited(&machine)?;
         Ok(ended.tear_down > started.tear_down)

@@ -1,6 +1,6 @@
-//! The number that stands for many runs.
+//! Medians.
 
-/// The middle one of these values; not a number where there are none.
+/// The median of these values; NaN if there are none.
 pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);

@@ -24,15 +24,16 @@ use tokio::time::{MissedTickBehavior, interval, sleep};
 
 const NODES: u32 = 5_000;
 const OWN: &str = "node-0";
-/// How many clients write at a time; each has a connection in a real cluster, and kube-apiserver a bound of its own.
+/// Maximum number of concurrent writes of clients; in a real cluster each has its own connection, and kube-apiserver a
+/// limit.
 const AT_ONCE: usize = 32;
 const SETTLE: Duration = Duration::from_secs(20);
 const STEADY: Duration = Duration::from_secs(60);
 const CHURN: Duration = Duration::from_secs(60);
 const EVENTS_A_SECOND: u32 = 10;
-/// No cold start takes so long; one that does is told as such, not waited for.
+/// Timeout of a cold start, which is then reported as failed.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Set for the process inside of the node's network.
+/// Set for the process inside the node's network.
 const INSIDE: &str = "CISTERN_BENCH_SCALE_INSIDE";
 
 fn main() -> Result<()> {
@@ -49,7 +50,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Everything, in the network of the node.
+/// The whole measurement, in the node's network.
 async fn measure() -> Result<()> {
     let cistern = PathBuf::from(std::env::var_os("CISTERN").context("CISTERN names no program")?);
     let server = ApiServer::new(Options { epoch: jiff::Timestamp::now(), ..Options::default() });
@@ -113,7 +114,7 @@ fn report(what: &str, value: impl Into<Figure>, unit: &str, bound: &str) {
     println!("{what:<36}{:>9} {unit}{bound}", value.into().0);
 }
 
-/// A number as it is printed.
+/// A number as printed.
 struct Figure(String);
 
 impl From<f64> for Figure {
@@ -142,12 +143,12 @@ async fn create(objects: &Api<cistern_crds::CiliumNode>, number: u32) -> Result<
     Ok(())
 }
 
-/// Ten events a second, for [`CHURN`].
+/// Ten events per second, for [`CHURN`].
 async fn churn(objects: &Api<cistern_crds::CiliumNode>) -> Result<()> {
     let mut tick = interval(Duration::from_secs(1) / EVENTS_A_SECOND);
     tick.set_missed_tick_behavior(MissedTickBehavior::Burst);
     let begun = Instant::now();
-    // Spread over the cluster, and never this agent's node.
+    // Spread over the cluster, without this agent's node.
     let mut chosen = (0..).map(|step: u32| 1 + step.wrapping_mul(1_237) % (NODES - 1));
     let mut left = None;
     for step in 0_u32.. {
@@ -187,7 +188,7 @@ fn pod_cidrs(object: &Value) -> &[Value] {
     object.pointer("/spec/ipam/podCIDRs").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
 }
 
-/// How many nodes have a pod CIDR; none where the kind is not served yet.
+/// The number of nodes with a pod CIDR; `None` if the kind is not served yet.
 fn served(server: &ApiServer) -> Option<usize> {
     let objects = server.list("ciliumnodes").ok()?;
     Some(objects.iter().filter(|object| !pod_cidrs(object).is_empty()).count())
@@ -200,7 +201,7 @@ fn distinct(server: &ApiServer) -> Result<bool> {
     Ok(all.iter().collect::<std::collections::BTreeSet<_>>().len() == all.len())
 }
 
-/// What the two programs wrote, by manager and resource; the renewal of a Lease is no change of the cluster.
+/// The writes of the two programs, by manager and resource, without renewals of the Lease.
 fn writes(calls: &[Call]) -> BTreeMap<String, usize> {
     let mut counted = BTreeMap::new();
     for call in calls.iter().filter(|call| call.verb.is_write() && call.client != "nodes" && call.resource != "leases")
@@ -216,13 +217,13 @@ async fn wait_for(what: &str, mut ready: impl FnMut() -> bool) -> Result<()> {
         if ready() {
             return Ok(());
         }
-        // Counting takes the server's time.
+        // Counting costs the server time.
         sleep(Duration::from_millis(250)).await;
     }
     bail!("{what} did not come within {} s", PATIENCE.as_secs())
 }
 
-/// A program that ends with its value.
+/// A process that is killed when dropped.
 struct Program(Child);
 
 impl Program {
@@ -246,14 +247,14 @@ impl Program {
             .lines()
             .find_map(|line| line.strip_prefix(field))
             .and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<f64>().ok())
-            .with_context(|| format!("its status tells no {field}"))?;
+            .with_context(|| format!("its status has no {field}"))?;
         Ok(kib * 1024.0 / 1e6)
     }
 
-    /// Time on a processor so far, of user and kernel.
+    /// CPU time so far, user and system.
     fn processor_time(&self) -> Result<f64> {
         let stat = self.proc("stat")?;
-        // The name in parentheses may hold blanks; utime and stime are the fields 14 and 15 of proc_pid_stat(5).
+        // The name in parentheses may contain blanks; utime and stime are fields 14 and 15 of proc_pid_stat(5).
         let fields = stat.rsplit_once(") ").context("a stat without a name")?.1;
         let ticks: f64 = fields.split(' ').skip(11).take(2).filter_map(|field| field.parse::<f64>().ok()).sum();
         let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no clock tick")?;
@@ -269,7 +270,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // Ended already, or about to be: either is what is wanted.
+        // An error means that it has terminated already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,7 +1,7 @@
-//! An agent reduced to its leases: the real API server, the real owner of the leases, nothing on disk and no kernel
-//! programs. What it answers with can be chosen.
+//! An agent reduced to its leases: the real API server and lease owner, without disk and kernel programs. Its answers
+//! can be configured.
 //!
-//! It does not prove that leases survive a restart, nor that the datapath knows a pod when ADD returns.
+//! It does not test that leases survive a restart, nor that the pod is in the datapath when ADD returns.
 
 use cistern::api::server::{self, AgentApi, Failure, IpamQuery};
 use cistern::api::types::{
@@ -28,17 +28,17 @@ use std::sync::{Arc, Mutex, mpsc};
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
-/// MTU that it gives pods.
+/// MTU of pods.
 pub(crate) const MTU: u32 = 1400;
 
-/// What happens to a confirmation.
+/// Treatment of confirmations.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Confirm {
-    /// It is carried out.
+    /// Executed.
     Carry,
-    /// It is refused for good.
+    /// Rejected permanently.
     Refuse,
-    /// It is never answered.
+    /// Never answered.
     Ignore,
 }
 
@@ -210,18 +210,18 @@ impl Host for Still {
     }
 }
 
-/// A running one. Dropped, it goes away as a killed agent does: its socket stays.
+/// A running agent. When dropped, it disappears like a killed one: its socket remains.
 pub(crate) struct Agent {
     answers: Arc<Answers>,
-    /// Where it listens on the machine, as this process finds it.
+    /// Path of its socket, for this process.
     socket: PathBuf,
     runtime: Option<Runtime>,
     serving: CancellationToken,
 }
 
 impl Agent {
-    /// Starts one for a machine, with a pod CIDR of eight addresses (`10.244.1.0/29`), and puts the router address where the real
-    /// one does.
+    /// Starts one for a machine, with a pod CIDR of eight addresses (`10.244.1.0/29`), and adds the router address as
+    /// the real one does.
     pub(crate) fn start(machine: &Machine) -> Self {
         let runtime = Runtime::new().unwrap();
         let network = Table::new("network");
@@ -282,10 +282,10 @@ impl Agent {
         agent
     }
 
-    /// Stops listening, as a killed agent does: the socket stays and refuses. What it knows stays.
+    /// Stops listening, as a killed agent does: the socket remains and refuses connections. Its state is kept.
     pub(crate) fn pause(&mut self) {
         self.serving.cancel();
-        // A call returns when nobody listens any more.
+        // Return when the socket has no listener any more.
         while std::os::unix::net::UnixStream::connect(&self.socket).is_ok() {
             std::thread::sleep(std::time::Duration::from_millis(2));
         }
@@ -299,24 +299,24 @@ impl Agent {
         runtime.spawn(server::serve(listener, Arc::clone(&self.answers), self.serving.clone()));
     }
 
-    /// Chooses what happens to confirmations from now on.
+    /// Sets the treatment of confirmations from now on.
     pub(crate) fn confirm(&self, what: Confirm) {
         *self.answers.confirm.lock().unwrap() = what;
     }
 
-    /// Gets a message when the next confirmation arrives.
+    /// Receives a message when the next confirmation arrives.
     pub(crate) fn next_confirmation(&self) -> mpsc::Receiver<()> {
         let (sender, receiver) = mpsc::channel();
         *self.answers.confirm_seen.lock().unwrap() = Some(sender);
         receiver
     }
 
-    /// Chooses what it says of itself.
+    /// Sets its readiness.
     pub(crate) fn set_health(&self, health: Health) {
         *self.answers.health.lock().unwrap() = health;
     }
 
-    /// The addresses that pods hold, by container ID, with whether they are confirmed.
+    /// The allocated addresses, by container ID, and whether they are confirmed.
     pub(crate) fn leases(&self) -> BTreeMap<String, (Ipv4Addr, bool)> {
         let runtime = self.runtime.as_ref().unwrap();
         let view = runtime.block_on(self.answers.endpoints.view()).unwrap();
@@ -332,7 +332,7 @@ impl Agent {
         view.rows.into_iter().filter_map(held).collect()
     }
 
-    /// Carries out the DELs that wait in a directory.
+    /// Executes the queued DELs in a directory.
     pub(crate) fn replay(&self, queue: &std::path::Path) -> Replayed {
         let runtime = self.runtime.as_ref().unwrap();
         runtime.block_on(deletions::replay_once(queue, &self.answers.endpoints)).unwrap()
@@ -342,7 +342,7 @@ impl Agent {
 impl Drop for Agent {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
-            // A confirmation that is never answered must not be waited for.
+            // A confirmation that is never answered must not block the shutdown.
             runtime.shutdown_background();
         }
     }

@@ -1,5 +1,5 @@
-//! Many calls at once, many containers after one another, and an agent that is not there yet: real plugins against a
-//! real agent.
+//! Many concurrent calls, many containers in sequence, and an agent that is not running yet: real plugins with a real
+//! agent.
 
 use crate::process::{Rig, cni, program, start_cni, until};
 use cistern_tests::lab::Machine;
@@ -17,7 +17,7 @@ fn serving(prefix: &str, settings: &[&str]) -> Rig {
     rig
 }
 
-/// The plugin for every container at once.
+/// Runs the plugin for all containers concurrently.
 fn at_once(node: &Machine, verb: &str, containers: &[(String, Value)]) -> Vec<Value> {
     std::thread::scope(|scope| {
         let calls: Vec<_> =
@@ -33,7 +33,7 @@ fn rows(node: &Machine, arguments: &[&str]) -> Vec<Value> {
 }
 
 #[test]
-fn a_hundred_pods_come_and_go_at_once() {
+fn a_hundred_pods_are_added_and_deleted_at_once() {
     let rig = serving("b-hundred", &[]);
     let node = &rig.node;
     let names: Vec<String> = (0..PODS).map(|number| format!("p{number}")).collect();
@@ -44,7 +44,7 @@ fn a_hundred_pods_come_and_go_at_once() {
     let addresses: BTreeSet<&str> =
         results.iter().map(|result| result["ips"][0]["address"].as_str().unwrap()).collect();
     assert_eq!(addresses.len(), PODS, "each has an address of its own");
-    // CHECK looks at both sides of the pair, addresses, routes and neighbours.
+    // CHECK examines both sides of the pair, addresses, routes and neighbours.
     let added: Vec<(String, Value)> = names.iter().cloned().zip(results.iter().cloned()).collect();
     at_once(node, "CHECK", &added);
     let confirmed = rows(node, &["ip", "list"]).into_iter().filter(|row| row["state"] == "confirmed").count();
@@ -65,9 +65,9 @@ fn a_hundred_pods_come_and_go_at_once() {
 
 // case: ipam P12
 #[test]
-fn a_pod_whose_sandbox_is_made_anew_without_del_does_not_exhaust_a_small_pool() {
+fn a_pod_whose_sandbox_is_recreated_without_del_does_not_exhaust_a_small_pool() {
     let rig = serving("b-anew", &["--cluster-pool-ipv4-mask-size", "27"]);
-    // Network, broadcast and router are no pod's: 29 are left, for 100 sandboxes with the same pod UID.
+    // Network, broadcast and router addresses are reserved: 29 are left, for 100 sandboxes with the same pod UID.
     for number in 0..100 {
         let name = format!("sandbox-{number}");
         rig.add(&name).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -80,21 +80,21 @@ fn a_pod_whose_sandbox_is_made_anew_without_del_does_not_exhaust_a_small_pool() 
 }
 
 #[test]
-fn an_add_waits_for_an_agent_that_starts_and_for_one_that_restarts() {
+fn an_add_waits_for_a_starting_and_for_a_restarting_agent() {
     let mut rig = Rig::new("b-wait");
     rig.start_api();
     let plugin = |rig: &Rig, name: &str| {
         rig.node.pod(name).unwrap();
         start_cni(&mut rig.node.command(program("cistern-cni")), "ADD", name, &Value::Null)
     };
-    // Nobody has served on this node yet, and there is no socket.
+    // No agent has served on this node yet, and there is no socket.
     let early = plugin(&rig, "early");
     rig.start_agent(&[]);
     let output = early.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     until("readiness", || rig.is_ready());
 
-    // The socket is there, and nobody listens.
+    // The socket exists without a listener.
     rig.kill_agent();
     let meanwhile = plugin(&rig, "meanwhile");
     rig.start_agent(&[]);
@@ -146,7 +146,7 @@ fn a_node_that_has_served_stays_well_while_its_agent_restarts() {
 
 // case: ipam P10
 #[test]
-fn dels_that_wait_on_disk_are_carried_out_after_a_reboot() {
+fn queued_dels_are_executed_after_a_reboot() {
     let mut rig = serving("b-reboot", &[]);
     let names = ["one", "two", "three"];
     for name in names {
@@ -162,7 +162,7 @@ fn dels_that_wait_on_disk_are_carried_out_after_a_reboot() {
         files.filter(|name| name != "lock").count()
     };
     assert_eq!(waiting(&rig), names.len());
-    // A boot clears /run; namespaces that a runtime has not deleted yet are gone too.
+    // A reboot clears /run; namespaces that a runtime has not deleted yet are lost, too.
     rig.node.run("sh", &["-c", "rm -rf /run/cistern"]).unwrap();
     rig.start_agent(&[]);
     until("readiness", || rig.is_ready());
@@ -172,7 +172,7 @@ fn dels_that_wait_on_disk_are_carried_out_after_a_reboot() {
     assert_eq!(rows(&rig.node, &["bpf", "endpoint", "list"]), [json!(null); 0]);
 }
 
-/// A call as any client makes it: the status and the body.
+/// A call by any HTTP client: status and body.
 fn http(rig: &Rig, method: &str, path: &str) -> (u16, Value) {
     http_with(rig, method, path, &Value::Null)
 }
@@ -199,7 +199,7 @@ fn http_with(rig: &Rig, method: &str, path: &str, body: &Value) -> (u16, Value) 
 // case: ipam P3
 // case: ipam P5
 #[test]
-fn the_calls_by_owner_answer_with_the_status_codes_that_cilium_s_clients_know() {
+fn the_calls_by_owner_return_the_status_codes_of_cilium_s_api() {
     let rig = serving("b-http", &["--cluster-pool-ipv4-mask-size", "29"]);
     let pod = rig.add("pod").unwrap();
     let (address, router) = (pod["ips"][0]["address"].as_str().unwrap(), &pod["ips"][0]["gateway"]);
@@ -260,7 +260,7 @@ fn the_calls_by_owner_answer_with_the_status_codes_that_cilium_s_clients_know() 
     assert_eq!(http(&rig, "DELETE", &format!("/v1/ipam/{owned}?pool=default")).0, 200);
     assert_eq!(http(&rig, "DELETE", &format!("/v1/ipam/{owned}?pool=default")).0, 404);
 
-    // Five addresses for pods: one is the pod's, one has an owner, the rest goes now.
+    // Five addresses for pods: one is the pod's, one has an owner, the others are allocated now.
     for _ in 0..3 {
         assert_eq!(http(&rig, "POST", "/v1/ipam").0, 201);
     }
@@ -270,7 +270,7 @@ fn the_calls_by_owner_answer_with_the_status_codes_that_cilium_s_clients_know() 
     assert_eq!(rig.cni("ADD", "pod").unwrap()["ips"], pod["ips"], "the pod keeps its address through all of it");
 }
 
-/// The plugin under its other name, as a link to it.
+/// The plugin under its other name, a link to it.
 #[test]
 fn it_answers_as_cilium_cni() {
     let rig = serving("b-name", &[]);

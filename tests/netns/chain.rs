@@ -1,5 +1,5 @@
-//! Our plugin beside the reference plugins: in a chain before `portmap`, `bandwidth` and `tuning`, and as IPAM plugin of
-//! `bridge` and `ptp`. Packets take the way that each of them promises.
+//! Our plugin with the reference plugins: in a chain before `portmap`, `bandwidth` and `tuning`, and as IPAM plugin of
+//! `bridge` and `ptp`. Tests the traffic that each of them enables.
 
 use crate::process::{Rig, program, until};
 use cistern_tests::lab::{Machine, Pod};
@@ -14,7 +14,7 @@ use std::process::{Child, Command, Stdio};
 const OUTSIDE: Ipv4Addr = Ipv4Addr::new(45, 33, 7, 80);
 const PORT: u16 = 8080;
 
-/// A node that serves, and a host outside that tells who speaks to it.
+/// A serving node, and an external host that reports clients' addresses.
 struct Site {
     servers: RefCell<Vec<Child>>,
     rig: Rig,
@@ -53,7 +53,7 @@ impl Site {
         self.servers.borrow_mut().push(child);
     }
 
-    /// A container of this name, its namespace made.
+    /// A container of this name, with its namespace.
     fn container(&self, name: &str) -> Attachment {
         self.rig.node.pod(name).unwrap();
         Attachment { container: name.to_owned(), ifname: "eth0".to_owned(), netns: format!("/run/netns/{name}") }
@@ -69,19 +69,19 @@ impl Site {
         printed.as_array().unwrap().clone()
     }
 
-    /// What the agent holds for a container: the state of its address.
+    /// State of a container's address in the agent.
     fn state(&self, container: &str) -> Option<String> {
         let rows = self.cistern(&["ip", "list"]);
         let row = rows.into_iter().find(|row| row["container_id"] == container)?;
         Some(row["state"].as_str()?.to_owned())
     }
 
-    /// The pod as the kernel programs know it.
+    /// The pod in the kernel programs' map.
     fn endpoint(&self, address: Ipv4Addr) -> Option<Value> {
         self.cistern(&["bpf", "endpoint", "list"]).into_iter().find(|row| row["address"] == json!(address))
     }
 
-    /// Nothing of ours is left for any container.
+    /// Nothing of ours is left of any container.
     fn assert_empty(&self, what: &str) {
         let held = |row: &Value| row["state"] == "confirmed" || row["state"] == "provisional";
         assert_eq!(self.cistern(&["ip", "list"]).into_iter().find(held), None, "{what}");
@@ -95,7 +95,7 @@ fn address_of(result: &Value) -> Ipv4Addr {
     result["ips"][0]["address"].as_str().unwrap().split('/').next().unwrap().parse().unwrap()
 }
 
-/// Asks who it is to a server. None when nobody answers.
+/// Asks a server for the client's address. `None` without an answer.
 fn ask(mut from: Command, protocol: &str, to: Ipv4Addr, port: u16) -> Option<Answer> {
     let output = from.args([&format!("ask-{protocol}"), &SocketAddr::from((to, port)).to_string()]).output().unwrap();
     serde_json::from_slice(&output.stdout).ok()
@@ -120,8 +120,8 @@ fn chain() -> Value {
     })
 }
 
-/// The plugins whose CHECK can be right: that of portmap 1.1.1 looks for IPv6 rules, which a pod without IPv6 address does
-/// not have.
+/// The plugins whose CHECK can succeed: that of portmap 1.1.1 looks for IPv6 rules, which a pod without IPv6 address
+/// does not have.
 fn checked() -> Value {
     let mut list = chain();
     list["plugins"].as_array_mut().unwrap().retain(|plugin| plugin["type"] != "portmap");
@@ -129,7 +129,7 @@ fn checked() -> Value {
 }
 
 #[test]
-fn a_chain_of_portmap_bandwidth_and_tuning_does_what_each_of_them_promises() {
+fn portmap_bandwidth_and_tuning_work_in_a_chain() {
     let site = Site::new("c-chain");
     let container = site.container("web");
     let arguments = json!({
@@ -155,7 +155,7 @@ fn a_chain_of_portmap_bandwidth_and_tuning_does_what_each_of_them_promises() {
         let pod = site.pod("web");
         assert_eq!(pod.run("cat", &["/proc/sys/net/ipv4/tcp_keepalive_time"]).unwrap(), "77");
         assert_eq!(pod.json("ip", &["-j", "link", "show", "eth0"]).unwrap()[0]["address"], MAC);
-        // bandwidth: what goes into the pod on the pair, what comes out of it over an ifb.
+        // bandwidth: limits traffic to the pod on the pair, and from it on an ifb.
         let host = result["interfaces"][0]["name"].as_str().unwrap();
         assert!(node.run("tc", &["qdisc", "show", "dev", host]).unwrap().contains("tbf"));
         assert!(node.run("tc", &["qdisc"]).unwrap().matches("tbf").count() == 2);
@@ -168,7 +168,7 @@ fn a_chain_of_portmap_bandwidth_and_tuning_does_what_each_of_them_promises() {
             assert_eq!(seen(answer), site.outside.address().to_string(), "host port {port}/{protocol}");
             let answer = ask(site.outside.command(program("cistern-probe")), protocol, node_address, PORT);
             assert_eq!(seen(answer), "no answer", "{protocol}: no host port");
-            // The pod itself reaches the outside under the node's address, and its own host port.
+            // The pod itself reaches the external host with the node's address, and its own host port.
             let pod = site.pod("web");
             let answer = ask(pod.command(program("cistern-probe")), protocol, OUTSIDE, PORT);
             assert_eq!(seen(answer), node_address.to_string(), "{protocol} to outside");
@@ -180,7 +180,7 @@ fn a_chain_of_portmap_bandwidth_and_tuning_does_what_each_of_them_promises() {
             runtime.forget();
         }
         runtime.del(&chain(), &container, &arguments).unwrap();
-        // Once more: the runtime did not learn of the first.
+        // Once more, as if the runtime had lost the result of the first.
         runtime.del(&chain(), &container, &arguments).unwrap();
         site.assert_empty("after DEL");
         let node = &site.rig.node;
@@ -198,13 +198,13 @@ fn network(name: &str, plugin: &Value) -> Value {
 }
 
 #[test]
-fn bridge_and_ptp_get_their_addresses_from_us_and_their_pods_are_masqueraded() {
+fn bridge_and_ptp_use_us_for_ipam_and_their_pods_are_masqueraded() {
     let mut site = Site::new("c-ipam");
     let bridged = network(
         "bridged",
         &json!({"type": "bridge", "bridge": "cni0", "isGateway": true, "ipam": {"type": "cistern-cni"}}),
     );
-    // By the other name, and with a MTU that is not ours to judge.
+    // By the other name, and with an MTU that we do not validate.
     let routed = network("routed", &json!({"type": "ptp", "mtu": 500, "ipam": {"type": "cilium-cni"}}));
     let ours = network("cistern", &json!({"type": "cistern-cni"}));
     let none = Value::Null;
@@ -226,7 +226,7 @@ fn bridge_and_ptp_get_their_addresses_from_us_and_their_pods_are_masqueraded() {
         addresses.push(address);
     }
     let [b1, b2, p1, o1] = addresses[..] else { panic!("{addresses:?}") };
-    // A bridge answers for addresses that are on its prefix but not on its ports when it is told to.
+    // With proxy_arp, a bridge answers for addresses in its prefix that are not on its ports.
     site.rig.node.run("sysctl", &["-qw", "net.ipv4.conf.cni0.proxy_arp=1"]).unwrap();
     let look = |site: &Site, when: &str| {
         for (from, own, to, seen_as) in [
@@ -248,7 +248,7 @@ fn bridge_and_ptp_get_their_addresses_from_us_and_their_pods_are_masqueraded() {
     };
     look(&site, "after ADD");
 
-    // The bridge has the router address with the whole pod CIDR: no reason for a restarted agent not to serve.
+    // The bridge has the router address with the whole pod CIDR, which must not prevent a restarted agent from serving.
     site.rig.kill_agent();
     site.rig.start_agent(&[]);
     until("readiness after the restart", || site.rig.is_ready());
@@ -258,10 +258,10 @@ fn bridge_and_ptp_get_their_addresses_from_us_and_their_pods_are_masqueraded() {
     runtime.add(&bridged, &later, &none).unwrap();
     runtime.del(&bridged, &later, &none).unwrap();
 
-    // GC of one network leaves those of the others.
+    // GC of one network does not affect those of others.
     let mut newer = bridged;
     newer["cniVersion"] = json!("1.1.0");
-    // Debian's bridge does not speak 1.1.0; a newer one calls its IPAM plugin with what it was given itself.
+    // Debian's bridge does not support 1.1.0; a newer one passes its own arguments on to its IPAM plugin.
     let gc = |valid: Value| {
         let mut conf = newer["plugins"][0].clone();
         conf["cniVersion"] = json!("1.1.0");
@@ -292,7 +292,7 @@ fn bridge_and_ptp_get_their_addresses_from_us_and_their_pods_are_masqueraded() {
 }
 
 #[test]
-fn a_pod_that_is_on_the_outside_network_itself_is_not_masqueraded() {
+fn a_pod_on_the_external_network_is_not_masqueraded() {
     let site = Site::new("c-beside");
     let call = |verb: &str, conf: &Value| {
         let mut command = site.rig.node.command(program("cistern-cni"));
@@ -313,7 +313,7 @@ fn a_pod_that_is_on_the_outside_network_itself_is_not_masqueraded() {
     assert_eq!(call("ADD", &conf).unwrap(), result, "asked again, the same");
     assert_eq!(site.state("m1").as_deref(), Some("confirmed"));
     assert_eq!(site.endpoint(address_of(&result)), None);
-    // CHECK compares with what the agent holds.
+    // CHECK compares with the agent's lease.
     conf["prevResult"] = result;
     call("CHECK", &conf).unwrap();
     conf["prevResult"]["ips"][0]["address"] = json!("10.244.9.9/24");

@@ -1,4 +1,4 @@
-//! The real `cistern-cni`, called as a container runtime calls it; what it made is read back through `ip`.
+//! The real `cistern-cni`, called as by a container runtime; its results are read back with `ip`.
 
 use crate::agent::{Agent, Confirm, MTU, ROUTER};
 use cistern::api::types::Health;
@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 
 const VERSIONS: [&str; 4] = ["0.3.1", "0.4.0", "1.0.0", "1.1.0"];
 
-/// The plugin: what `CISTERN_CNI` names, or what was built beside this program.
+/// The plugin: `CISTERN_CNI`, or the one built beside this program.
 fn plugin() -> PathBuf {
     let path = std::env::var_os("CISTERN_CNI").map_or_else(
         || std::env::current_exe().unwrap().parent().unwrap().with_file_name("cistern-cni"),
@@ -25,14 +25,14 @@ fn conf(version: &str) -> Value {
     json!({"cniVersion": version, "name": "cistern", "type": "cistern-cni"})
 }
 
-/// A call in the making.
+/// A call to make.
 struct Call<'a> {
     node: &'a Machine,
     variables: Vec<(&'static str, String)>,
     conf: String,
 }
 
-/// What a call gave.
+/// Result of a call.
 #[derive(Debug)]
 struct Outcome {
     success: bool,
@@ -41,19 +41,19 @@ struct Outcome {
 }
 
 impl Outcome {
-    /// What it printed, when it succeeded.
+    /// Its output, if it succeeded.
     fn result(&self) -> Value {
         assert!(self.success, "{self:?}");
         if self.output.is_empty() { Value::Null } else { serde_json::from_str(&self.output).unwrap() }
     }
 
-    /// Code and message of the error object, when it failed.
+    /// Code and message of the error object, if it failed.
     fn error(&self) -> (u64, String) {
         assert!(!self.success, "{self:?}");
         let object: Value = serde_json::from_str(&self.output).unwrap_or_else(|_| panic!("no JSON: {self:?}"));
         assert!(VERSIONS.contains(&object["cniVersion"].as_str().unwrap()), "{object}");
         let message = object["msg"].as_str().unwrap().to_owned();
-        // People read the log, runtimes the object: both say it.
+        // Standard error must have the message, too.
         assert!(self.errors.contains(&message), "{self:?}");
         (object["code"].as_u64().unwrap(), format!("{message}; {}", object["details"].as_str().unwrap_or_default()))
     }
@@ -95,7 +95,7 @@ impl<'a> Call<'a> {
         let mut command: Command = self.node.command(plugin());
         command.envs(self.variables.iter().map(|(name, value)| (*name, value)));
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        // One that refuses early may not read it.
+        // A plugin that fails early may not read it.
         let _ = child.stdin.take().unwrap().write_all(self.conf.as_bytes());
         child
     }
@@ -141,7 +141,7 @@ impl Node {
         self.machine.json("ip", &["-j", "route", "show", "proto", "198"]).unwrap()
     }
 
-    /// Nothing is left of a failed or undone ADD.
+    /// Nothing is left of a failed or reverted ADD.
     fn assert_empty(&self, what: &str) {
         assert_eq!(self.agent.leases(), [].into(), "{what}: leases");
         assert_eq!(self.host_sides(), [""; 0], "{what}: devices");
@@ -158,7 +158,7 @@ fn pings(from: &Pod<'_>, to: Ipv4Addr) -> bool {
 }
 
 #[test]
-fn add_makes_what_it_says() {
+fn add_creates_what_it_returns() {
     let node = node("e-add");
     let pod = node.machine.pod("pod-1").unwrap();
     let result = node.add("c1", &pod);
@@ -201,18 +201,18 @@ fn add_makes_what_it_says() {
     let own = node.machine.json("ip", &["-j", "address", "show", &host]).unwrap();
     assert_eq!(own[0]["addr_info"], json!([]), "the host's side has no address, link-local ones included");
 
-    // Packets take the way.
+    // Packets are forwarded.
     let other = node.machine.pod("pod-2").unwrap();
     let second = address_of(&node.add("c2", &other));
     assert!(pings(&pod, ROUTER) && pings(&pod, second));
     node.machine.run("ping", &["-c1", "-W2", &address.to_string()]).unwrap();
-    // A pod sends under its own address alone.
+    // A pod can only send with its own address.
     pod.run("ip", &["address", "add", "10.244.1.99/32", "dev", "lo"]).unwrap();
     assert!(pod.run("ping", &["-c1", "-W1", "-I", "10.244.1.99", &second.to_string()]).is_err());
 }
 
 #[test]
-fn each_version_gets_its_form_and_the_configuration_its_say() {
+fn results_have_the_form_of_the_version_and_use_the_configuration() {
     let node = node("e-versions");
     let pod = node.machine.pod("pod-1").unwrap();
     for version in VERSIONS {
@@ -231,7 +231,7 @@ fn each_version_gets_its_form_and_the_configuration_its_say() {
         assert_eq!(result["ips"][0].get("version").is_some(), version < "1.0.0", "{result}");
         assert_eq!(result["interfaces"][1].get("mtu").is_some(), version >= "1.1.0", "{result}");
         assert_eq!(pod.json("ip", &["-j", "link", "show", "eth0"]).unwrap()[0]["mtu"], 1300);
-        // The runtime hands the result back.
+        // The runtime passes the result back.
         conf["prevResult"] = result;
         if version >= "0.4.0" {
             assert_eq!(node.call("CHECK", "c1", &pod).with_conf(&conf).run().result(), Value::Null);
@@ -243,7 +243,7 @@ fn each_version_gets_its_form_and_the_configuration_its_say() {
 }
 
 #[test]
-fn version_lists_what_is_spoken_and_a_person_gets_words() {
+fn version_lists_supported_versions_and_an_interactive_call_prints_help() {
     let lab = Lab::new("e-version").unwrap();
     let machine = lab.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
     let version = Call::new(&machine, "VERSION", "", "").with_stdin(r#"{"cniVersion":"1.0.0"}"#).run().result();
@@ -257,7 +257,7 @@ fn version_lists_what_is_spoken_and_a_person_gets_words() {
 
 // case: ipam P9
 #[test]
-fn del_may_come_again_late_and_without_namespace_and_harms_no_other_pod() {
+fn del_may_be_repeated_late_and_without_namespace_and_affects_no_other_pod() {
     let mut node = node("e-del");
     let pod = node.machine.pod("pod-1").unwrap();
     let first = node.add("c1", &pod);
@@ -267,7 +267,7 @@ fn del_may_come_again_late_and_without_namespace_and_harms_no_other_pod() {
         node.call("DEL", "c1", &pod).with_conf(&stale).run().result();
         node.assert_empty("DEL");
     }
-    // Others take every address, that of the first one included.
+    // Others get all addresses, including that of the first one.
     let mut others = Vec::new();
     let mut number = 0;
     while node.agent.leases().values().all(|(address, _)| *address != address_of(&first)) {
@@ -282,7 +282,7 @@ fn del_may_come_again_late_and_without_namespace_and_harms_no_other_pod() {
     assert!(pings(others.last().unwrap(), ROUTER));
     assert_eq!(node.host_sides().len(), held.len());
 
-    // The namespace is gone, and the runtime knows no result.
+    // The namespace is deleted, and the runtime has no result.
     let last = others.pop().unwrap();
     last.remove().unwrap();
     let container = format!("o{number}");
@@ -290,7 +290,7 @@ fn del_may_come_again_late_and_without_namespace_and_harms_no_other_pod() {
     node.call("DEL", &container, &last).without("CNI_NETNS").run().result();
     assert!(!node.agent.leases().contains_key(&container));
     assert_eq!(node.host_sides().len(), held.len() - 1);
-    // What stopped an ADD must not stop its DEL.
+    // A configuration that made ADD fail must not make its DEL fail.
     node.call("DEL", "o1", &last).set("CNI_ARGS", "no pair").run().result();
     assert!(!node.agent.leases().contains_key("o1"));
     node.agent.pause();
@@ -489,7 +489,7 @@ fn an_add_that_fails_after_its_lease_leaves_nothing() {
 }
 
 #[test]
-fn an_add_that_was_killed_is_made_good_by_the_next() {
+fn an_add_that_was_killed_is_repaired_by_the_next() {
     let node = node("e-kill");
     let pod = node.machine.pod("pod-1").unwrap();
     node.agent.confirm(Confirm::Ignore);
@@ -499,7 +499,7 @@ fn an_add_that_was_killed_is_made_good_by_the_next() {
     killed.kill().unwrap();
     killed.wait().unwrap();
     let left = node.agent.leases();
-    assert!(left.len() == 1 && !left["c1"].1, "a lease that nobody confirmed: {left:?}");
+    assert!(left.len() == 1 && !left["c1"].1, "an unconfirmed lease: {left:?}");
     let index = |pod: &Pod<'_>| pod.json("ip", &["-j", "link", "show", "eth0"]).unwrap()[0]["ifindex"].clone();
     let before = index(&pod);
 
@@ -513,7 +513,7 @@ fn an_add_that_was_killed_is_made_good_by_the_next() {
 }
 
 #[test]
-fn a_left_pair_is_replaced_and_a_device_of_others_is_not() {
+fn a_remaining_pair_is_replaced_and_a_foreign_device_is_not() {
     let node = node("e-names");
     let pod = node.machine.pod("pod-1").unwrap();
     pod.run("ip", &["link", "add", "eth0", "type", "veth", "peer", "name", "left"]).unwrap();
@@ -559,7 +559,7 @@ fn check_finds_what_is_missing() {
     ];
     for (run, line, expected) in breaks {
         with_result["prevResult"] = again(&node);
-        // The address may be another by now, unless the pool gave the same one.
+        // The address may differ now, unless the pool returned the same one.
         let now = address_of(&with_result["prevResult"]);
         let line = line.replace(&address.to_string(), &now.to_string());
         assert_eq!(node.call("CHECK", "c1", &pod).with_conf(&with_result).run().result(), Value::Null);
@@ -569,7 +569,7 @@ fn check_finds_what_is_missing() {
         assert!(message.contains(expected), "{line}: {message}");
     }
     with_result["prevResult"] = again(&node);
-    // What a later plugin of the chain adds is no difference.
+    // Additions of later plugins of the chain are ignored.
     in_pod("ip route add 10.99.0.0/16 dev eth0; ip address add 10.98.0.1/32 dev eth0");
     node.call("CHECK", "c1", &pod).with_conf(&with_result).run().result();
 
@@ -594,7 +594,7 @@ fn queued(directory: &Path) -> usize {
 
 // case: ipam P10
 #[test]
-fn a_del_without_agent_waits_on_disk_and_the_257th_is_refused() {
+fn a_del_without_agent_is_queued_and_the_257th_is_refused() {
     let mut node = node("e-queue");
     let pod = node.machine.pod("pod-1").unwrap();
     let queue = node.machine.file("/var/lib/cistern/cni-queue");
@@ -606,7 +606,7 @@ fn a_del_without_agent_waits_on_disk_and_the_257th_is_refused() {
     }
     assert_eq!(node.host_sides(), [""; 0], "the device does not wait for the agent");
     assert_eq!(node.agent.leases().len(), 1);
-    // 255 more, as a plugin writes them; then one by the plugin itself.
+    // 255 more, as plugins write them; then one by the plugin itself.
     {
         use cistern::cni::deletion_queue::{DeletionQueue, QueuedDel};
         let waiting = DeletionQueue::open_shared(&queue).unwrap();
@@ -622,7 +622,7 @@ fn a_del_without_agent_waits_on_disk_and_the_257th_is_refused() {
     }
     let (code, message) = node.call("DEL", "c2", &pod).run().error();
     assert!(code == 11 && message.contains("256 DELs wait"), "{message}");
-    // One that waits already is no new one.
+    // One that is queued already is not added again.
     node.call("DEL", "c1", &pod).run().result();
     assert_eq!(queued(&queue), 256);
 
@@ -635,7 +635,7 @@ fn a_del_without_agent_waits_on_disk_and_the_257th_is_refused() {
 }
 
 #[test]
-fn a_queued_del_does_not_end_an_attachment_that_was_made_after_it() {
+fn a_queued_del_does_not_release_a_later_attachment() {
     let mut node = node("e-again");
     let pod = node.machine.pod("pod-1").unwrap();
     let queue = node.machine.file("/var/lib/cistern/cni-queue");
@@ -652,7 +652,7 @@ fn a_queued_del_does_not_end_an_attachment_that_was_made_after_it() {
 
 #[test]
 fn the_first_packet_of_a_pod_is_not_lost() {
-    // What the kernel does for a device that has got a carrier waits for the lock that these hold most of the time.
+    // The kernel's link-watch work for a new carrier waits for the rtnl lock, which these hold most of the time.
     const BUSY: &str = "while unshare --net ip link add x type veth peer y; do :; done";
     let node = node("e-first");
     let mut busy = [(); 8].map(|()| node.machine.command("sh").args(["-c", BUSY]).spawn().unwrap());
@@ -676,7 +676,7 @@ fn the_first_packet_of_a_pod_is_not_lost() {
 
 // case: ipam P14
 #[test]
-fn status_tells_a_restart_from_a_node_that_cannot_serve() {
+fn status_distinguishes_a_restart_from_a_node_that_cannot_serve() {
     let mut node = node("e-status");
     let run = |node: &Node| Call::new(&node.machine, "STATUS", "", "").run();
     run(&node).result();
@@ -710,7 +710,7 @@ fn status_tells_a_restart_from_a_node_that_cannot_serve() {
 }
 
 #[test]
-fn gc_ends_what_is_not_in_the_list() {
+fn gc_releases_what_is_not_in_the_list() {
     let node = node("e-gc");
     let pods: Vec<Pod<'_>> = (1..=3).map(|number| node.machine.pod(&format!("pod-{number}")).unwrap()).collect();
     for (number, pod) in (1..).zip(&pods) {
@@ -760,7 +760,7 @@ fn gc_ends_what_is_not_in_the_list() {
 }
 
 #[test]
-fn whatever_is_wrong_with_a_call_is_said_and_nothing_is_left() {
+fn errors_of_a_call_are_reported_and_nothing_is_left() {
     let mut node = node("e-wrong");
     let pod = node.machine.pod("pod-1").unwrap();
     let host_netns = format!("/proc/{}/ns/net", node.machine.id());

@@ -1,8 +1,8 @@
-//! `kill -9` of the plugin before each of its system calls that does something outside of the process, one after the
-//! other. `strace` kills; the plugin has no part in it.
+//! `kill -9` of the plugin before each of its system calls with an effect outside the process, one after the other, by
+//! `strace`, without support in the plugin.
 //!
-//! A first run lists the calls; then each of them is the last that one run comes to (the kernel does not carry it out).
-//! Killed at a call that waits for an answer, the agent or the kernel carries out what was asked for while nobody waits.
+//! A first run lists the calls; then each of them is the last of one run (the kernel does not execute it). If the
+//! plugin is killed while it waits for an answer, the agent or the kernel still executes the request.
 
 use crate::process::{Rig, cni, program, start_cni, until};
 use cistern_tests::lab::Machine;
@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
 
-/// Whatever changes something outside, or waits for it to be changed.
+/// System calls that change something outside, or wait for a change.
 const CALLS: &str = "connect,sendto,sendmsg,recvfrom,recvmsg,write,setns,mkdir,rename,unlink,flock,fcntl";
 
 const KILLED: i32 = 9;
@@ -19,7 +19,7 @@ struct Killing {
     rig: Rig,
 }
 
-/// A system call by name, and how many of that name come first.
+/// A system call by name, and the number of earlier ones of that name.
 type Point = (String, usize);
 
 impl Killing {
@@ -35,7 +35,7 @@ impl Killing {
         &self.rig.node
     }
 
-    /// The plugin under `strace`; how it ended.
+    /// Runs the plugin under `strace`; returns its exit status.
     fn traced(&self, options: &[&str], verb: &str, name: &str) -> std::process::ExitStatus {
         let mut command = self.node().command("strace");
         command.args(["-f", "-qq", "-o", "/run/strace", "-e", &format!("trace={CALLS}")]).args(options);
@@ -43,14 +43,14 @@ impl Killing {
         start_cni(&mut command, verb, name, &Value::Null).wait_with_output().unwrap().status
     }
 
-    /// The calls of a run that is not killed, in their order.
+    /// The calls of a run that is not killed, in order.
     fn points(&self, verb: &str, name: &str) -> Vec<Point> {
         assert!(self.traced(&[], verb, name).success(), "{verb}");
         let text = std::fs::read_to_string(self.node().file("/run/strace")).unwrap();
         let mut count = BTreeMap::new();
         let mut points = Vec::new();
         for line in text.lines() {
-            // `PID  sendto(3, …`; a line that tells of the end has no call.
+            // `PID  sendto(3, …`; a line about the exit has no call.
             let Some((name, _)) = line.trim_start_matches(|c: char| c.is_ascii_digit() || c == ' ').split_once('(')
             else {
                 continue;
@@ -66,7 +66,7 @@ impl Killing {
     fn killed(&self, verb: &str, name: &str, (call, number): &Point) {
         let inject = format!("inject={call}:signal=SIGKILL:when={number}");
         let status = self.traced(&["-e", &inject], verb, name);
-        // An answer may come in one part or in two, so that there may be one call less.
+        // An answer may arrive in one part or two, so that there may be one call less.
         let fewer = call.starts_with("recv") && status.success();
         assert!(status.signal() == Some(KILLED) || fewer, "{verb} was not killed at {call} {number}: {status}");
     }
@@ -89,14 +89,14 @@ impl Killing {
     fn assert_empty(&self, what: &str) {
         let held = |row: &Value| row["state"] == "confirmed" || row["state"] == "provisional";
         assert_eq!(self.rows(&["ip", "list"]).into_iter().find(held), None, "{what}: leases");
-        // The last row goes with the answer to DEL, or is the reconciler's.
+        // The last row is deleted with the answer to DEL, or by the reconciler.
         until("an empty endpoint map", || self.rows(&["bpf", "endpoint", "list"]).is_empty());
         let seen = "ip route show proto 198; ip -o neigh show nud permanent; ip -o link | grep ' cst' || true; \
                     ls /var/lib/cistern/cni-queue 2>/dev/null | grep -v '^lock$' || true";
         assert_eq!(self.node().run("sh", &["-ec", seen]).unwrap(), "", "{what}: routes, neighbours, devices, queue");
     }
 
-    /// Takes the agent's socket away, as if there were no agent.
+    /// Hides the agent's socket, as if there were no agent.
     fn hide_agent(&self) {
         self.node().run("mv", &["/run/cistern/cistern.sock", "/run/cistern/hidden"]).unwrap();
     }
@@ -107,7 +107,7 @@ impl Killing {
 }
 
 #[test]
-fn an_add_that_is_killed_anywhere_is_made_good_by_the_next_or_taken_back_by_del() {
+fn an_add_that_is_killed_anywhere_is_repaired_by_the_next_or_reverted_by_del() {
     let killing = Killing::new("k-add");
     killing.node().pod("model").unwrap();
     let points = killing.points("ADD", "model");
@@ -117,7 +117,7 @@ fn an_add_that_is_killed_anywhere_is_made_good_by_the_next_or_taken_back_by_del(
         let name = format!("k{number}");
         let pod = killing.node().pod(&name).unwrap();
         killing.killed("ADD", &name, point);
-        // In turn, so that each point meets both with the points beside it.
+        // Alternating, so that both are tested at each point or its neighbours.
         if number % 2 == 0 {
             let result = killing.add(&name);
             cni(killing.node(), "CHECK", &name, &result).unwrap_or_else(|error| panic!("{point:?}: {error}"));
@@ -138,7 +138,7 @@ fn an_add_that_is_killed_anywhere_is_made_good_by_the_next_or_taken_back_by_del(
 }
 
 #[test]
-fn a_del_that_is_killed_anywhere_is_made_good_by_the_next() {
+fn a_del_that_is_killed_anywhere_is_completed_by_the_next() {
     let killing = Killing::new("k-del");
     killing.node().pod("model").unwrap();
     killing.add("model");
@@ -153,7 +153,7 @@ fn a_del_that_is_killed_anywhere_is_made_good_by_the_next() {
 }
 
 #[test]
-fn a_del_without_agent_that_is_killed_anywhere_is_made_good_by_the_next_or_by_the_replay() {
+fn a_del_without_agent_that_is_killed_anywhere_is_completed_by_the_next_or_by_the_replay() {
     let mut killing = Killing::new("k-queue");
     let add = |killing: &Killing, name: &str| {
         killing.node().pod(name).unwrap();
@@ -170,7 +170,7 @@ fn a_del_without_agent_that_is_killed_anywhere_is_made_good_by_the_next_or_by_th
     }
     killing.hide_agent();
     for (number, point) in points.iter().enumerate() {
-        // One is asked for again while the agent is away, the other when it is back.
+        // One is retried while the agent is down, the other when it is running again.
         for half in ["a", "b"] {
             killing.killed("DEL", &format!("{half}{number}"), point);
         }

@@ -38,7 +38,7 @@ fn a_pod_is_an_empty_network_on_its_machine() {
     assert!(!pod.namespace().exists());
 }
 
-/// A process that has arrived on the machine, and stays.
+/// A process that has started on the machine, and keeps running.
 fn running(machine: &Machine) -> std::process::Child {
     let mut command = machine.command("sh");
     let mut child =
@@ -50,7 +50,7 @@ fn running(machine: &Machine) -> std::process::Child {
 }
 
 #[test]
-fn dropping_a_lab_ends_what_runs_in_it_and_no_other_lab() {
+fn dropping_a_lab_kills_its_processes_and_no_others() {
     let lab = Lab::new("e-drop").unwrap();
     let other = Lab::new("e-drop").unwrap();
     let node = lab.node("node-a", "192.0.2.1/24".parse().unwrap()).unwrap();
@@ -63,11 +63,11 @@ fn dropping_a_lab_ends_what_runs_in_it_and_no_other_lab() {
     neighbour.run("true", &[]).unwrap();
 }
 
-/// Tells the test below that it runs as the maker that the test itself kills.
+/// Makes the test below run as the creator that the test itself kills.
 const MAKER: &str = "CISTERN_LAB_MAKER";
 
 #[test]
-fn what_a_killed_maker_left_is_ended_by_the_next_lab() {
+fn remains_of_a_killed_creator_are_removed_by_the_next_lab() {
     if std::env::var_os(MAKER).is_some() {
         return make_a_kept_lab();
     }

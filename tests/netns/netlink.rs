@@ -39,7 +39,7 @@ fn end<'a>(name: &'a str, mac: [u8; 6]) -> VethEnd<'a> {
 }
 
 #[test]
-fn a_pair_is_made_with_its_other_side_in_another_namespace() {
+fn a_pair_is_created_with_its_other_side_in_another_namespace() {
     let lab = Lab::new("e-link").unwrap();
     let node = node(&lab);
     let pod = node.pod("pod-1").unwrap();
@@ -66,7 +66,7 @@ fn a_pair_is_made_with_its_other_side_in_another_namespace() {
     let shown = pod.json("ip", &["-j", "link", "show", "eth0"]).unwrap();
     assert_eq!(shown[0]["address"], "02:00:00:00:00:02");
     assert_eq!(shown[0]["mtu"], 1400);
-    // The other side's index is known without going there.
+    // The peer's index is known without entering its namespace.
     assert_eq!(shown[0]["ifindex"], made.lower.unwrap());
     pod.run("ip", &["link", "set", "eth0", "up"]).unwrap();
     let addresses = node.json("ip", &["-j", "address", "show", "cst1"]).unwrap();
@@ -79,7 +79,7 @@ fn a_pair_is_made_with_its_other_side_in_another_namespace() {
 }
 
 #[test]
-fn a_batch_goes_on_after_a_refusal_and_tells_each_outcome() {
+fn a_batch_continues_after_an_error_and_returns_each_result() {
     let lab = Lab::new("e-batch").unwrap();
     let node = node(&lab);
     let mut handle = handle(&node);
@@ -104,7 +104,7 @@ fn a_batch_goes_on_after_a_refusal_and_tells_each_outcome() {
 }
 
 #[test]
-fn a_refusal_says_what_was_tried_and_the_kernels_words() {
+fn an_error_has_the_operation_and_the_kernel_s_message() {
     let lab = Lab::new("e-words").unwrap();
     let mut handle = handle(&node(&lab));
     let error = handle.apply(&[route::replace(&Route::via(net("10.9.0.0/24"), ip("203.0.113.9"), 2))]).unwrap_err();
@@ -120,7 +120,7 @@ fn a_refusal_says_what_was_tried_and_the_kernels_words() {
 }
 
 #[test]
-fn addresses_routes_and_neighbours_come_and_go() {
+fn addresses_routes_and_neighbours_are_added_and_deleted() {
     let lab = Lab::new("e-route").unwrap();
     let node = node(&lab);
     let mut handle = handle(&node);
@@ -143,7 +143,7 @@ fn addresses_routes_and_neighbours_come_and_go() {
     let moved = Route { gateway: Some(ip("192.0.2.3")), ..to_node };
     handle.apply(&[route::replace(&moved)]).unwrap();
 
-    // Only those of the protocol asked for: the full pass of the agent does not see the pods' routes.
+    // Only those of the given protocol: the agent's full pass ignores the pods' routes.
     let mut mine = handle.routes(Some(PROTOCOL_NODE)).unwrap();
     mine.sort();
     assert_eq!(mine, [end_of_block, moved]);
@@ -152,7 +152,7 @@ fn addresses_routes_and_neighbours_come_and_go() {
     let shown = node.run("ip", &["route", "show", "10.244.1.7"]).unwrap();
     assert_eq!(shown.trim(), "10.244.1.7 dev eth0 proto 198 scope link src 10.244.1.1");
 
-    // A route by somebody else with the same destination is not taken for ours.
+    // A foreign route with the same destination is not ours.
     let foreign = Route { protocol: PROTOCOL_BOOT, ..moved };
     assert!(!handle.remove(&route::delete(&foreign)).unwrap());
     assert!(handle.remove(&route::delete(&moved)).unwrap());
@@ -253,7 +253,7 @@ fn the_network_table_follows_changes_also_after_an_overflow() {
         until("the address", &|network| {
             network.links.values().any(|link| ipv4(link) == [net("192.0.2.1/24"), net("192.0.2.50/24")])
         });
-        // Far more events than the socket's buffer holds.
+        // Far more events than fit in the socket's buffer.
         let many: Vec<_> = (0..4000_u32)
             .map(|i| {
                 route::add(&Route::unreachable(IpNet::new(IpAddr::from((0x0a0a_0000 + i).to_be_bytes()), 32).unwrap()))

@@ -1,4 +1,4 @@
-//! The real `cistern agent` as a process on a node of the lab, against the small API server: bad input and faults.
+//! The real `cistern agent` as a process on a node of the lab, with the small API server: invalid input and faults.
 
 use cistern_tests::lab::{Lab, Machine};
 use cistern_tests::probe::HttpAnswer;
@@ -19,7 +19,7 @@ const KUBECONFIG: &str = "/run/kubeconfig";
 const NODE: &str = "/run/node.yaml";
 const LISTEN: &str = "127.0.0.1:6443";
 
-/// A node with its own API server, so that each test can take either away.
+/// A node with its own API server, so that each test can stop either.
 pub(crate) struct Rig {
     pub(crate) agent: Option<Child>,
     api: Option<Child>,
@@ -44,7 +44,7 @@ pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// The plugin for the interface `eth0` of a container whose namespace has its name. CHECK needs the result of ADD.
+/// Runs the plugin for the interface `eth0` of a container whose namespace has its name. CHECK needs the result of ADD.
 pub(crate) fn cni(node: &Machine, verb: &str, name: &str, previous: &Value) -> Result<Value, Value> {
     finish(&mut start_cni(&mut node.command(program("cistern-cni")), verb, name, previous))
 }
@@ -60,12 +60,12 @@ pub(crate) fn start_cni(command: &mut Command, verb: &str, name: &str, previous:
         .spawn()
         .unwrap();
     let conf = json!({"cniVersion": "1.0.0", "name": "n", "type": "cistern-cni", "prevResult": previous});
-    // One that is killed early does not read it.
+    // If it is killed early, it does not read it.
     let _ = child.stdin.take().unwrap().write_all(conf.to_string().as_bytes());
     child
 }
 
-/// What the plugin printed: the result, or the error object.
+/// The plugin's output: the result, or the error object.
 fn finish(child: &mut Child) -> Result<Value, Value> {
     let mut printed = String::new();
     child.stdout.take().unwrap().read_to_string(&mut printed).unwrap();
@@ -84,7 +84,7 @@ impl Rig {
     pub(crate) fn start_api(&mut self) {
         let mut command = self.node.command(program("cistern-apiserver"));
         command.args(["--listen", LISTEN, "--kubeconfig", KUBECONFIG, "--objects", NODE]);
-        // As kubelet makes it: without a Node there is no CiliumNode.
+        // As kubelet creates it: without a Node there is no CiliumNode.
         std::fs::write(self.node.file(NODE), "apiVersion: v1\nkind: Node\nmetadata:\n  name: node-a\n").unwrap();
         self.api = Some(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap());
         let written = self.node.file(KUBECONFIG);
@@ -97,7 +97,7 @@ impl Rig {
         api.wait().unwrap();
     }
 
-    /// A kubeconfig for a server that is not there.
+    /// A kubeconfig for a server that is not running.
     pub(crate) fn write_kubeconfig(&self) {
         let address = LISTEN.parse().unwrap();
         std::fs::write(self.node.file(KUBECONFIG), cistern_tests::apiserver::kubeconfig(address)).unwrap();
@@ -125,26 +125,26 @@ impl Rig {
         agent.wait().unwrap();
     }
 
-    /// What the agent that was started last has logged.
+    /// The log of the agent started last.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.node.file("/run/agent.log")).unwrap()
     }
 
-    /// Whether the agent tells a finding of this reason about something whose name ends so.
+    /// Whether the agent reports a finding of this reason whose subject has this suffix.
     pub(crate) fn finds(&self, reason: &str, subject: &str) -> bool {
         let status = self.status().unwrap();
         let found = status["findings"].as_array().unwrap();
         found.iter().any(|f| f["reason"] == reason && f["subject"].as_str().is_some_and(|s| s.ends_with(subject)))
     }
 
-    /// Rows that `cistern ...` prints.
+    /// Rows printed by `cistern ...`.
     pub(crate) fn rows(&self, arguments: &[&str]) -> Vec<Value> {
         let arguments = [arguments, &["-o", "json"]].concat();
         let rows = self.node.json(program("cistern").to_str().unwrap(), &arguments).unwrap();
         rows.as_array().unwrap().clone()
     }
 
-    /// Runs an agent that must end by itself.
+    /// Runs an agent that must terminate with an error.
     pub(crate) fn refused(&self, settings: &[&str]) -> (i32, String) {
         let mut child = self.command(settings).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let deadline = Instant::now() + Duration::from_secs(20);
@@ -193,7 +193,7 @@ impl Rig {
         cni(&self.node, verb, name, &Value::Null)
     }
 
-    /// Whether the agent holds an address for a container.
+    /// Whether the agent has a confirmed address for a container.
     pub(crate) fn holds(&self, name: &str) -> bool {
         self.rows(&["ip", "list"]).iter().any(|row| row["container_id"] == name && row["state"] == "confirmed")
     }
@@ -205,7 +205,7 @@ impl Rig {
 }
 
 #[test]
-fn bad_settings_end_with_64_and_name_the_fix() {
+fn invalid_settings_exit_with_64_and_name_the_remedy() {
     let rig = Rig::new("p-settings");
     rig.write_kubeconfig();
     for (settings, words) in [
@@ -228,7 +228,7 @@ fn bad_settings_end_with_64_and_name_the_fix() {
 }
 
 #[test]
-fn without_bpffs_the_agent_says_how_to_mount_it() {
+fn without_bpffs_the_agent_reports_how_to_mount_it() {
     let rig = Rig::new("p-bpffs");
     rig.write_kubeconfig();
     rig.node.run("umount", &["/sys/fs/bpf"]).unwrap();
@@ -238,11 +238,11 @@ fn without_bpffs_the_agent_says_how_to_mount_it() {
 }
 
 #[test]
-fn with_the_api_server_down_it_waits_visibly_and_serves_as_soon_as_it_is_back() {
+fn with_the_api_server_down_the_agent_reports_the_wait_and_serves_afterwards() {
     let mut rig = Rig::new("p-api-start");
     rig.write_kubeconfig();
     rig.start_agent(&[]);
-    until("the wait to be told", || rig.wait("watch ciliumnodes").is_some());
+    until("the wait to be reported", || rig.wait("watch ciliumnodes").is_some());
     let reason = rig.wait("watch ciliumnodes").unwrap();
     assert!(reason.contains("refused"), "{reason}");
     let error = rig.add("early").unwrap_err();
@@ -254,7 +254,7 @@ fn with_the_api_server_down_it_waits_visibly_and_serves_as_soon_as_it_is_back() 
 }
 
 #[test]
-fn a_node_that_waits_is_alive_for_kubelet_and_not_ready() {
+fn a_waiting_node_is_alive_for_kubelet_and_not_ready() {
     let mut rig = Rig::new("p-probes");
     rig.write_kubeconfig();
     rig.start_agent(&["--agent-health-port", "9880"]);
@@ -266,12 +266,12 @@ fn a_node_that_waits_is_alive_for_kubelet_and_not_ready() {
     rig.start_api();
     until("readiness", || rig.http(9880, "/readyz").is_some_and(|answer| answer.status == 200));
     assert!(rig.is_ready());
-    // Metrics are off unless they are asked for.
+    // Metrics are off by default.
     assert_eq!(rig.http(9880, "/metrics").unwrap().status, 404);
 }
 
-/// A page of metrics, read as strictly as Prometheus does: each sample belongs to the family whose type was told before it,
-/// and no series is told twice.
+/// Parses a page of metrics as strictly as Prometheus does: each sample belongs to the family whose type was declared
+/// before it, and no series occurs twice.
 fn samples(page: &str) -> BTreeMap<String, f64> {
     let mut samples = BTreeMap::new();
     let mut family = (String::new(), String::new());
@@ -280,7 +280,7 @@ fn samples(page: &str) -> BTreeMap<String, f64> {
         if let Some(rest) = line.strip_prefix("# TYPE ") {
             let (name, kind) = rest.split_once(' ').unwrap();
             assert!(["gauge", "counter", "histogram"].contains(&kind), "{line}");
-            assert!(seen.insert(name.to_owned()), "told twice: {line}");
+            assert!(seen.insert(name.to_owned()), "declared twice: {line}");
             family = (name.to_owned(), kind.to_owned());
         } else if !line.starts_with("# HELP ") {
             let (series, value) = line.rsplit_once(' ').unwrap();
@@ -292,7 +292,7 @@ fn samples(page: &str) -> BTreeMap<String, f64> {
                 _ => name,
             };
             assert_eq!(base, family.0, "{line}");
-            assert!(samples.insert(series.to_owned(), value.parse().unwrap()).is_none(), "told twice: {line}");
+            assert!(samples.insert(series.to_owned(), value.parse().unwrap()).is_none(), "occurs twice: {line}");
         }
     }
     samples
@@ -335,13 +335,13 @@ fn metrics_move_with_the_pods() {
 }
 
 #[test]
-fn pods_are_served_while_the_api_server_is_away_even_over_a_restart() {
+fn pods_are_served_while_the_api_server_is_down_even_across_a_restart() {
     let mut rig = Rig::new("p-api-later");
     rig.start_api();
     rig.start_agent(&[]);
     until("readiness", || rig.is_ready());
     let before = rig.add("one").unwrap();
-    // What a restart needs is on disk half a second after it was learnt.
+    // State for a restart is on disk half a second after it was received.
     until("the pool on disk", || rig.node.file("/var/lib/cistern/node.json").exists());
     rig.stop_api();
     rig.add("two").unwrap();
@@ -349,7 +349,7 @@ fn pods_are_served_while_the_api_server_is_away_even_over_a_restart() {
     rig.start_agent(&[]);
     until("readiness without API server", || rig.is_ready());
     rig.add("three").unwrap();
-    // The lease from before is the same one.
+    // The lease is the same one.
     let again = rig.cni("ADD", "one").unwrap();
     assert_eq!(again["ips"], before["ips"]);
     assert!(rig.holds("one"));
@@ -359,12 +359,12 @@ fn pods_are_served_while_the_api_server_is_away_even_over_a_restart() {
 }
 
 #[test]
-fn an_exhausted_pool_is_told_with_its_numbers_and_serves_again_after_a_del() {
+fn an_exhausted_pool_is_reported_with_its_counts_and_serves_again_after_a_del() {
     let mut rig = Rig::new("p-full");
     rig.start_api();
     rig.start_agent(&["--cluster-pool-ipv4-mask-size", "29"]);
     until("readiness", || rig.is_ready());
-    // Eight addresses: network, broadcast and router are no pod's.
+    // Eight addresses, of which network, broadcast and router are reserved.
     for number in 0..5 {
         rig.add(&format!("p{number}")).unwrap();
     }
@@ -394,7 +394,7 @@ fn a_device_without_address_makes_the_node_not_ready_and_traffic_passes() {
 }
 
 #[test]
-fn without_a_device_the_node_is_not_ready_and_says_why() {
+fn without_a_device_the_node_is_not_ready_and_reports_the_reason() {
     let mut rig = Rig::new("p-device");
     rig.start_api();
     rig.start_agent(&["--devices", "wlan+"]);
@@ -405,7 +405,7 @@ fn without_a_device_the_node_is_not_ready_and_says_why() {
 }
 
 #[test]
-fn a_damaged_lease_is_set_aside_and_the_pods_of_the_others_go_on() {
+fn a_damaged_lease_is_set_aside_and_other_pods_continue() {
     let mut rig = Rig::new("p-damaged");
     rig.start_api();
     rig.start_agent(&[]);
@@ -427,19 +427,19 @@ fn names(node: &Machine, path: &str) -> Vec<String> {
     names
 }
 
-/// Runs a command of the program: whether it went well, and what it said.
+/// Runs a command of the program: whether it succeeded, and its output.
 fn cistern(node: &Machine, arguments: &[&str]) -> (bool, String) {
     let Output { status, stdout, stderr } = node.command(program("cistern")).args(arguments).output().unwrap();
     (status.success(), String::from_utf8(stdout).unwrap() + &String::from_utf8(stderr).unwrap())
 }
 
-// Forwarding, bpffs and the plugin before; the configuration only when the node serves; and everything away on request.
+// Forwarding, bpffs and the plugin first; the configuration once the node serves; and everything removed on request.
 #[test]
 fn a_node_is_prepared_configured_and_cleaned_again() {
     const NONE: [&str; 0] = [];
     let mut rig = Rig::new("p-uninstall");
     rig.node.run("umount", &["/sys/fs/bpf"]).unwrap();
-    // Asked from inside: the file shows the network of whoever reads it.
+    // Read inside: the file shows the reader's network namespace.
     let forwarding = "/proc/sys/net/ipv4/ip_forward";
     rig.node.run("sh", &["-c", &format!("echo 0 >{forwarding}")]).unwrap();
     for _ in 0..2 {
@@ -461,7 +461,7 @@ fn a_node_is_prepared_configured_and_cleaned_again() {
         "/run/cni/bin",
     ]);
     until("the wait for the API server", || rig.wait("watch ciliumnodes").is_some());
-    // A node that cannot serve is not offered pods.
+    // A node that cannot serve must not be offered pods.
     assert_eq!(names(&rig.node, "/run/cni/net.d"), ["10-other.conflist"]);
     rig.start_api();
     until("the configuration, and the other one's set aside", || {
@@ -478,7 +478,7 @@ fn a_node_is_prepared_configured_and_cleaned_again() {
         assert_eq!(names(&rig.node, empty), NONE, "{empty}");
     }
     assert!(!rig.node.file("/sys/fs/bpf/cistern").exists());
-    // Leases of pods that run are not forgotten: a new installation must not give their addresses to others.
+    // Leases of running pods are kept: a new installation must not reallocate their addresses.
     assert_eq!(names(&rig.node, "/var/lib/cistern"), ["leases"]);
     assert_eq!(rig.node.run("ip", &["-4", "-o", "address", "show", "dev", "lo"]).unwrap().lines().count(), 1);
     // And the node still reaches them.
@@ -487,7 +487,7 @@ fn a_node_is_prepared_configured_and_cleaned_again() {
     let kubectl = ["--kubeconfig", KUBECONFIG, "--namespace", "kube-system", "get", "leases,configmaps", "-o", "name"];
     assert_eq!(rig.node.run("kubectl", &kubectl).unwrap().trim(), "");
 
-    // Asked again, the idle agent says so again; one that is gone is named.
+    // A repeated request is answered by the idle agent; one without an agent is reported.
     let (good, text) = cistern(&rig.node, &ask);
     assert!(good && text.contains("node-a: clean"), "{text}");
     assert!(rig.agent.as_mut().unwrap().try_wait().unwrap().is_none(), "the agent has ended");

@@ -1,5 +1,5 @@
-//! The real `cistern agent` killed, restarted and started anew under real traffic: crash loops, settings that were changed
-//! meanwhile, maps of another version, a device that is replaced, a reboot.
+//! The real `cistern agent` killed and restarted under real traffic: crash loops, changed settings, maps of another
+//! version, a replaced device, a reboot.
 
 use crate::process::{Rig, program, until};
 use cistern_tests::lab::{Machine, Pod};
@@ -11,12 +11,12 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// In no list of private or reserved ranges.
+/// In no private or reserved range.
 const OUTSIDE: &str = "45.33.7.80";
 const SERVER: &str = "45.33.7.80:8080";
 const NODE: IpAddr = IpAddr::V4(Ipv4Addr::new(172, 29, 8, 20));
 
-/// A rig with a host outside, which is the node's default gateway and answers as [`OUTSIDE`].
+/// A rig with an external host, which is the node's default gateway and has the address [`OUTSIDE`].
 struct Site {
     rig: Rig,
     _outside: Machine,
@@ -61,7 +61,7 @@ impl Site {
         self.rig.node.existing_pod(name)
     }
 
-    /// The address that the host outside sees when a pod opens a connection.
+    /// The client address of a pod's connection as seen by the external host.
     fn seen_as(&self, pod: &str) -> IpAddr {
         let program = program("cistern-probe");
         let text = self.pod(pod).run(program.to_str().unwrap(), &["ask-tcp", SERVER]).unwrap();
@@ -74,7 +74,7 @@ impl Site {
         Stream(command.spawn().unwrap())
     }
 
-    /// A TCP stream whose connection is there.
+    /// A TCP stream with an established connection.
     fn open_flow(&self, pod: &str) -> Stream {
         let stream = self.stream(pod, "stream-tcp");
         until("the flow to be open", || {
@@ -84,11 +84,11 @@ impl Site {
     }
 }
 
-/// A stream from a pod to the outside.
+/// A stream from a pod to the external host.
 struct Stream(Child);
 
 impl Stream {
-    /// Ends it; nothing may have got lost.
+    /// Stops it; nothing must be lost.
     fn count_whole(mut self) -> u64 {
         drop(self.0.stdin.take());
         let output = self.0.wait_with_output().unwrap();
@@ -102,14 +102,14 @@ fn address(result: &Value) -> IpAddr {
     result["ips"][0]["address"].as_str().unwrap().trim_end_matches("/32").parse().unwrap()
 }
 
-/// Addresses on the pods' interfaces, whatever anybody says of them.
+/// Addresses on the pods' interfaces, independent of the agent's state.
 fn on_the_interface(rig: &Rig, name: &str) -> Option<IpAddr> {
     let links = rig.node.existing_pod(name).json("ip", &["-j", "-4", "address", "show", "dev", "eth0"]).ok()?;
     links[0]["addr_info"][0]["local"].as_str()?.parse().ok()
 }
 
 #[test]
-fn an_agent_that_is_killed_again_and_again_loses_and_doubles_nothing() {
+fn a_repeatedly_killed_agent_loses_and_duplicates_nothing() {
     let mut site = Site::new("r-storm");
     site.start(&["--cluster-pool-ipv4-mask-size", "26"]);
     let steady = address(&site.rig.add("steady").unwrap());
@@ -117,12 +117,12 @@ fn an_agent_that_is_killed_again_and_again_loses_and_doubles_nothing() {
     for number in 0..8 {
         site.rig.node.pod(&format!("p{number}")).unwrap();
     }
-    // What ADD answered last for each pod, until its DEL begins.
+    // The last answer to ADD for each pod, until its DEL starts.
     let mut answered: BTreeMap<String, IpAddr> = BTreeMap::from([("steady".to_owned(), steady)]);
     let end = Instant::now() + Duration::from_secs(10);
     let (mut turn, mut added, mut failed, mut kills) = (0_u32, 0, 0, 0);
     let mut killed = Instant::now();
-    // A slow machine gets the time that it needs for as many deaths and ADDs.
+    // A slow machine gets the time that it needs for as many kills and ADDs.
     while Instant::now() < end || ((kills < 4 || added < 4) && Instant::now() < end + Duration::from_secs(60)) {
         let name = format!("p{}", turn % 8);
         turn += 1;
@@ -130,7 +130,7 @@ fn an_agent_that_is_killed_again_and_again_loses_and_doubles_nothing() {
             answered.remove(&name);
             match site.rig.cni("DEL", &name) {
                 Ok(_) => {}
-                // Asked for again below.
+                // Requested again below.
                 Err(error) => assert_eq!(error["code"], 11, "{error}"),
             }
         } else {
@@ -148,7 +148,7 @@ fn an_agent_that_is_killed_again_and_again_loses_and_doubles_nothing() {
                 }
             }
         }
-        // Sometimes before it serves, sometimes in the middle of a call, sometimes after some.
+        // Sometimes before it serves, sometimes during a call, sometimes after some.
         if killed.elapsed() > Duration::from_millis(200 + u64::from(turn % 5) * 200) {
             site.rig.kill_agent();
             kills += 1;
@@ -160,7 +160,7 @@ fn an_agent_that_is_killed_again_and_again_loses_and_doubles_nothing() {
     until("readiness after the storm", || site.rig.is_ready());
     for (name, given) in &answered {
         assert_eq!(on_the_interface(&site.rig, name), Some(*given), "{name}");
-        until("every pod that was told an address to hold it", || site.rig.holds(name));
+        until("every pod with an answered ADD to have its address", || site.rig.holds(name));
         assert_eq!(site.seen_as(name), NODE, "{name}");
     }
     assert!(tcp.count_whole() > 100 && udp.count_whole() > 1_000);
@@ -179,14 +179,14 @@ fn an_agent_that_is_killed_again_and_again_loses_and_doubles_nothing() {
 }
 
 #[test]
-fn settings_that_were_changed_while_the_agent_was_away_are_in_force_or_explained_with_the_api_down() {
+fn settings_changed_while_the_agent_was_down_are_in_force_or_explained_with_the_api_down() {
     let mut site = Site::new("r-settings");
     site.start(&["--enable-ipv4-masquerade=false"]);
     let pod = address(&site.rig.add("a").unwrap());
     assert_eq!(site.seen_as("a"), pod, "nothing masquerades");
     until("the pool on disk", || site.rig.node.file("/var/lib/cistern/node.json").exists());
     site.rig.stop_api();
-    // A flow that is open when masquerading begins keeps the pod's address, and nothing of it is lost.
+    // A flow that is open when masquerading is enabled keeps the pod's address, and loses nothing.
     let open = site.open_flow("a");
     site.restart(&[]);
     assert_eq!(site.seen_as("a"), NODE, "masquerading is on");
@@ -197,22 +197,22 @@ fn settings_that_were_changed_while_the_agent_was_away_are_in_force_or_explained
     site.restart(&[]);
     until("the native CIDR to be gone", || site.seen_as("a") == NODE);
 
-    // A mode that cannot be had is refused, with what goes on.
+    // An unsupported mode is rejected, and the error says what continues.
     site.rig.kill_agent();
     let (code, text) = site.rig.refused(&["--ipam", "crd"]);
     assert!(code == 64 && text.contains("cluster-pool"), "{code}: {text}");
-    assert_eq!(site.seen_as("a"), NODE, "pods go on");
+    assert_eq!(site.seen_as("a"), NODE, "pods continue");
 
-    // Other ranges: the node keeps its block, and says so.
+    // Other ranges: the node keeps its pod CIDR, and reports it.
     site.start(&["--cluster-pool-ipv4-cidr", "10.99.0.0/16"]);
     assert!(site.rig.finds("pod-cidr-not-configured", "/24"), "{:?}", site.rig.status());
     let text = site.rig.node.run(program("cistern").to_str().unwrap(), &["status"]).unwrap();
-    assert!(text.contains("cluster-pool-ipv4-cidr is 10.99.0.0/16, and this node is still on 10.244."), "{text}");
+    assert!(text.contains("cluster-pool-ipv4-cidr is 10.99.0.0/16, and this node still serves 10.244."), "{text}");
     let other = address(&site.rig.add("b").unwrap());
     assert!(other.to_string().starts_with("10.244.") && other != pod, "{other}");
     assert_eq!(site.rig.cni("ADD", "a").map(|result| address(&result)).unwrap(), pod);
 
-    // Other sizes of maps: those that are there stay, with their flows.
+    // Other capacities of maps: existing maps are kept, with their flows.
     let open = site.open_flow("a");
     site.restart(&["--bpf-nat-global-max", "131072"]);
     assert!(site.rig.finds("map-capacity-kept", "cst_rev"), "{:?}", site.rig.status());
@@ -225,7 +225,7 @@ fn settings_that_were_changed_while_the_agent_was_away_are_in_force_or_explained
 }
 
 #[test]
-fn a_map_of_another_layout_is_refused_with_the_way_out_and_packets_are_served_as_before() {
+fn a_map_of_another_layout_is_refused_with_the_remedy_and_packets_are_served_as_before() {
     let mut site = Site::new("r-layout");
     site.start(&[]);
     let pod = address(&site.rig.add("a").unwrap());
@@ -237,13 +237,13 @@ fn a_map_of_another_layout_is_refused_with_the_way_out_and_packets_are_served_as
     site.rig.node.run("bpftool", &other).unwrap();
     let (code, text) = site.rig.refused(&[]);
     assert_eq!(code, 1, "{text}");
-    for words in [pin, "value size 16", "the datapath of before goes on"] {
+    for words in [pin, "value size 16", "the previous datapath continues"] {
         assert!(text.contains(words), "{text} lacks {words}");
     }
     assert!(site.rig.node.file(pin).exists(), "nothing of it was touched");
     assert_eq!(site.seen_as("a"), NODE, "{pod} is translated by the programs of before");
     assert!(open.count_whole() > 0);
-    // The way out: without the pins everything is made anew.
+    // The remedy: without the pins everything is recreated.
     site.rig.node.run("rm", &["-r", "/sys/fs/bpf/cistern"]).unwrap();
     site.start(&[]);
     until("the pod in the new datapath", || site.seen_as("a") == NODE);
@@ -271,7 +271,7 @@ fn an_eth0_that_is_replaced_under_a_running_agent_gets_the_programs_again() {
 }
 
 #[test]
-fn after_a_reboot_leases_without_namespace_are_gone_and_dels_that_waited_are_carried_out() {
+fn after_a_reboot_leases_without_namespace_are_released_and_queued_dels_are_executed() {
     let mut site = Site::new("r-boot");
     site.start(&["--cluster-pool-ipv4-mask-size", "29"]);
     for name in ["a", "b", "c", "d"] {
@@ -280,7 +280,7 @@ fn after_a_reboot_leases_without_namespace_are_gone_and_dels_that_waited_are_car
     until("the pool on disk", || site.rig.node.file("/var/lib/cistern/node.json").exists());
     let cidr = site.rig.status().unwrap()["pod_cidr"].clone();
     site.rig.kill_agent();
-    // A DEL that finds no agent waits on disk, over the reboot too.
+    // A DEL without an agent is queued on disk, also across the reboot.
     site.rig.cni("DEL", "a").unwrap();
     let queue = site.rig.node.file("/var/lib/cistern/cni-queue");
     let waiting = || {
@@ -288,7 +288,7 @@ fn after_a_reboot_leases_without_namespace_are_gone_and_dels_that_waited_are_car
         names.filter(|path| path.extension().is_some_and(|extension| extension == "json")).count()
     };
     assert_eq!(waiting(), 1);
-    // What a reboot takes: the kernel's objects and everything below /run.
+    // Effects of a reboot: the kernel's objects and everything below /run are lost.
     for name in ["a", "b", "c", "d"] {
         site.rig.node.run("ip", &["netns", "delete", name]).unwrap();
     }
@@ -296,17 +296,17 @@ fn after_a_reboot_leases_without_namespace_are_gone_and_dels_that_waited_are_car
     site.rig.node.run("sh", &["-c", shell]).unwrap();
     site.start(&["--cluster-pool-ipv4-mask-size", "29"]);
     assert_eq!(site.rig.status().unwrap()["pod_cidr"], cidr);
-    assert!(site.rig.log().contains("gone since the reboot"), "{}", site.rig.log());
+    assert!(site.rig.log().contains("did not survive the reboot"), "{}", site.rig.log());
     for name in ["a", "b", "c", "d"] {
         assert!(!site.rig.holds(name), "{name}");
     }
-    until("the DEL that waited to be carried out", || waiting() == 0);
+    until("the queued DEL to be executed", || waiting() == 0);
     let given: Vec<IpAddr> = ["e", "f", "g", "h", "i"].map(|name| address(&site.rig.add(name).unwrap())).to_vec();
-    assert_eq!(given.len(), 5, "every address is given again");
+    assert_eq!(given.len(), 5, "all addresses are allocated again");
     assert_eq!(site.seen_as("e"), NODE);
-    // The next start is none after a reboot.
+    // The next start is not the first one after the reboot.
     site.restart(&["--cluster-pool-ipv4-mask-size", "29"]);
-    assert!(!site.rig.log().contains("gone since the reboot") && site.rig.holds("e"));
+    assert!(!site.rig.log().contains("did not survive the reboot") && site.rig.holds("e"));
 }
 
 /// Loses every state file of the node: they are gone, or of a format that no build of today understands.

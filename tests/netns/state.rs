@@ -25,7 +25,7 @@ fn record(leases: &Path, container: &str) -> std::path::PathBuf {
     names.into_iter().find(is_its).unwrap()
 }
 
-/// A tmpfs of its own as state directory.
+/// A separate tmpfs as state directory.
 fn small_disk(rig: &Rig) {
     rig.node.run("mkdir", &["-p", STATE]).unwrap();
     rig.node.run("mount", &["-t", "tmpfs", "-o", "size=128k", "small", STATE]).unwrap();
@@ -36,7 +36,7 @@ fn message(error: &Value) -> &str {
 }
 
 #[test]
-fn whatever_became_of_a_record_is_kept_and_its_pod_goes_on_with_its_address() {
+fn a_damaged_record_is_set_aside_and_its_pod_keeps_its_address() {
     let mut rig = Rig::new("s-damaged");
     rig.start_api();
     rig.start_agent(&["--cluster-pool-ipv4-mask-size", "29"]);
@@ -68,13 +68,13 @@ fn whatever_became_of_a_record_is_kept_and_its_pod_goes_on_with_its_address() {
     let kept = newer.with_file_name(format!("{}.unreadable-1", newer.file_name().unwrap().to_str().unwrap()));
     assert_eq!(std::fs::read_to_string(kept).unwrap(), of_newer, "nothing of it was changed");
     assert!(rig.log().contains("reads format 2"), "{}", rig.log());
-    // Every pod is where the kernel programs look for pods, and no other pod gets its address: of five, one is left.
+    // Every pod is in the kernel programs' map, and its address is not reallocated: of five, one is left.
     until("every pod in the datapath", || held.iter().all(|address| endpoints(&rig).contains(address)));
     let fresh = address(&rig.add("fresh").unwrap());
     assert!(!held.contains(&fresh), "{fresh} in {held:?}");
     let error = rig.add("one-too-many").unwrap_err();
     assert!(message(&error).contains("2 in use"), "{error}");
-    // Its DEL ends it as ever, and then its address is free.
+    // Its DEL releases the lease, and then its address is free.
     rig.cni("DEL", "cut").unwrap();
     until("the address of the pod that ended", || {
         rig.cni("ADD", "one-too-many").is_ok_and(|result| address(&result) == held[0])
@@ -82,7 +82,7 @@ fn whatever_became_of_a_record_is_kept_and_its_pod_goes_on_with_its_address() {
 }
 
 #[test]
-fn on_a_full_disk_no_address_is_given_dels_work_and_everything_goes_on_by_itself_after() {
+fn on_a_full_disk_nothing_is_allocated_dels_work_and_the_agent_recovers() {
     let mut rig = Rig::new("s-full");
     small_disk(&rig);
     rig.start_api();
@@ -94,13 +94,13 @@ fn on_a_full_disk_no_address_is_given_dels_work_and_everything_goes_on_by_itself
     until("the pool on disk", || rig.node.file("/var/lib/cistern/node.json").exists());
     let fill = rig.node.file("/var/lib/cistern/fill");
     let full = || {
-        // Ends with an error, when nothing is left.
+        // Ends with an error when the disk is full.
         let _ = rig.node.run("dd", &["if=/dev/zero", "of=/var/lib/cistern/fill", "bs=4k"]);
     };
     full();
     let error = rig.add("d").unwrap_err();
     assert_eq!(error["code"], 11, "{error}");
-    for words in ["No space left", STATE, "pods that run are not affected"] {
+    for words in ["No space left", STATE, "running pods are not affected"] {
         assert!(message(&error).contains(words), "{error} lacks {words}");
     }
     assert!(rig.wait("lease records").is_some(), "{:?}", rig.status());
@@ -125,7 +125,7 @@ fn on_a_full_disk_no_address_is_given_dels_work_and_everything_goes_on_by_itself
 }
 
 #[test]
-fn on_a_read_only_disk_pods_go_on_and_the_agent_serves_again_when_it_can_be_written() {
+fn on_a_read_only_disk_pods_continue_and_the_agent_recovers_when_it_is_writable() {
     let mut rig = Rig::new("s-ro");
     small_disk(&rig);
     rig.start_api();
@@ -135,7 +135,7 @@ fn on_a_read_only_disk_pods_go_on_and_the_agent_serves_again_when_it_can_be_writ
     until("the pool on disk", || rig.node.file("/var/lib/cistern/node.json").exists());
     rig.node.run("mount", &["-o", "remount,ro", STATE]).unwrap();
     for verb in ["ADD", "DEL"] {
-        // A DEL that a restart would undo is none: the runtime is told to come again.
+        // A DEL that a restart would undo must not succeed: the runtime must retry.
         if verb == "ADD" {
             rig.node.pod("b").unwrap();
         }
@@ -159,20 +159,20 @@ fn on_a_read_only_disk_pods_go_on_and_the_agent_serves_again_when_it_can_be_writ
 }
 
 #[test]
-fn without_a_state_directory_the_agent_ends_with_the_place_and_what_goes_on() {
+fn without_a_state_directory_the_agent_fails_and_reports_the_path() {
     let rig = Rig::new("s-none");
     rig.write_kubeconfig();
     rig.node.run("touch", &[STATE]).unwrap();
     let (code, text) = rig.refused(&[]);
     assert_eq!(code, 1, "{text}");
-    for words in ["state-dir", STATE, "nothing was started or changed", "pods that run go on"] {
+    for words in ["state-dir", STATE, "nothing was started or changed", "running pods are not affected"] {
         assert!(text.contains(words), "{text} lacks {words}");
     }
     assert!(!rig.node.file("/sys/fs/bpf/cistern").exists());
 }
 
 #[test]
-fn of_two_agents_one_serves_and_the_other_takes_over_when_it_has_ended() {
+fn of_two_agents_one_serves_and_the_other_takes_over_after_its_end() {
     let mut rig = Rig::new("s-two");
     rig.start_api();
     rig.start_agent(&[]);
@@ -181,9 +181,9 @@ fn of_two_agents_one_serves_and_the_other_takes_over_when_it_has_ended() {
     let log = rig.node.file("/run/second.log");
     let output = std::fs::File::create(&log).unwrap();
     let second = rig.command(&[]).stdout(Stdio::null()).stderr(output).spawn().unwrap();
-    let told = || std::fs::read_to_string(&log).unwrap();
-    until("the second to say what it waits for", || told().contains("waiting for another agent on this node to end"));
-    assert!(!told().contains("starting"), "{}", told());
+    let text = || std::fs::read_to_string(&log).unwrap();
+    until("the second to say what it waits for", || text().contains("waiting for another agent on this node to end"));
+    assert!(!text().contains("starting"), "{}", text());
     rig.add("b").unwrap();
     rig.kill_agent();
     rig.agent = Some(second);

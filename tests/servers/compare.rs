@@ -146,7 +146,7 @@ fn filled(text: &str, answers: &[Value]) -> Result<String> {
 
 fn request(text: &str) -> Result<Request<Body>> {
     let (method, rest) = text.split_once(' ').context("expected METHOD PATH [BODY]")?;
-    // One object, or each of a watch, is of another kind than a list.
+    // The kind of a single object, and of each one in a watch, differs from that of a list.
     let accept = match method {
         "GET:metadata" => "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1",
         "GET:metadata-list" => "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",

@@ -11,10 +11,10 @@ use super::tree;
 /// Group and version of the forms that every kind has.
 pub(super) const META_VERSION: &str = "meta.k8s.io/v1";
 
-/// The kind of an object of which only the metadata is sent.
+/// The kind of objects with metadata only.
 pub(super) const PARTIAL: &str = "PartialObjectMetadata";
 
-/// The metadata of an object alone.
+/// An object's metadata only.
 pub(super) fn partial(object: &Value) -> Value {
     json!({"kind": PARTIAL, "apiVersion": META_VERSION, "metadata": object.get("metadata")})
 }

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 /// A script's text and the files that come with it.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Archive {
-    /// What stands before the first file.
+    /// The text before the first file.
     pub(super) comment: String,
     /// Content by name.
     pub(super) files: BTreeMap<String, String>,
 }
 
 impl Archive {
-    /// Every text is an archive; one without marker lines is all comment.
+    /// Every text is a valid archive; one without marker lines has no files.
     pub(super) fn parse(text: &str) -> Self {
         let mut archive = Self::default();
         let mut current: Option<String> = None;

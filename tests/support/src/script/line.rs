@@ -1,11 +1,11 @@
-//! One line of a script: marks, words, where the output goes.
+//! Parsing of script lines: marks, words, redirection.
 
-/// What a line says about its outcome.
+/// The expected result of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mark {
     /// `!`: it must fail.
     Fail,
-    /// `*`: when it is not so yet, its paragraph is run again a little later.
+    /// `*`: if it fails, its paragraph is repeated a little later.
     Retry,
 }
 
@@ -14,14 +14,14 @@ pub(super) enum Mark {
 pub(super) struct Line {
     /// Counted from 1.
     pub(super) number: usize,
-    /// Lines without a gap between them have the same.
+    /// Number of the paragraph; lines without a gap between them have the same one.
     pub(super) paragraph: usize,
     /// As written.
     pub(super) text: String,
     marks: Vec<Mark>,
     /// The command and its arguments, braces expanded.
     pub(super) words: Vec<String>,
-    /// The file that gets what the command prints.
+    /// The file for the command's output.
     pub(super) redirect: Option<String>,
 }
 
@@ -31,10 +31,10 @@ impl Line {
     }
 }
 
-/// Reads a script. Empty lines and comments part paragraphs.
+/// Parses a script. Empty lines and comments separate paragraphs.
 ///
 /// # Errors
-/// Text that says which line is wrong.
+/// The invalid line, and the reason.
 pub(super) fn parse(script: &str) -> Result<Vec<Line>, String> {
     let mut lines = Vec::new();
     let mut paragraph = 0;
@@ -81,16 +81,16 @@ pub(super) fn parse(script: &str) -> Result<Vec<Line>, String> {
     Ok(lines)
 }
 
-/// With how many seeds the script asks to be run: `# rounds: N` in its text, else one.
+/// The number of seeds requested by the script: `# rounds: N`, else one.
 ///
 /// # Errors
-/// When N is no number.
+/// N is not a number.
 pub(super) fn rounds(script: &str) -> Result<u64, String> {
     asked(script, "rounds")
         .map_or(Ok(1), |text| text.parse().map_err(|_| format!("# rounds:{text}: expected a number")))
 }
 
-/// What a script says of itself: the text after `# KEY:`.
+/// A directive of a script: the text after `# KEY:`.
 pub(super) fn asked<'a>(script: &'a str, key: &str) -> Option<&'a str> {
     script.lines().find_map(|line| line.trim().strip_prefix("# ")?.strip_prefix(key)?.strip_prefix(':')).map(str::trim)
 }
@@ -100,7 +100,7 @@ struct Word {
     quoted: bool,
 }
 
-/// Splits at blanks; what stands between single quotes is one word as it is.
+/// Splits at blanks; text in single quotes is one word.
 fn words_of(text: &str) -> Result<Vec<Word>, String> {
     let mut words: Vec<Word> = Vec::new();
     let (mut inside, mut open) = (false, false);
@@ -131,7 +131,7 @@ fn words_of(text: &str) -> Result<Vec<Word>, String> {
     if open { Err("a quote is not closed".to_owned()) } else { Ok(words) }
 }
 
-/// `n{1..3}` stands for `n1 n2 n3`; a word without such braces for itself.
+/// `n{1..3}` expands to `n1 n2 n3`; a word without such braces to itself.
 fn expand(word: &str) -> Vec<String> {
     let parts = word.split_once('{').and_then(|(before, rest)| {
         let (range, after) = rest.split_once('}')?;

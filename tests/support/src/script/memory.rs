@@ -1,12 +1,12 @@
-//! A node's kernel and disk, in memory, with faults: what an agent acts on in a script.
+//! A node's kernel and disk in memory, with faults: the targets of an agent in a script.
 //!
-//! It outlives the agent, as a kernel does: an agent that starts again finds what the one before has left.
+//! It outlives the agent, as a kernel does: a restarted agent finds the state left by the previous one.
 //!
-//! # What a green run does not prove
+//! # Limits
 //!
-//! Nothing here forwards a packet, and nothing refuses what a kernel would refuse: a route via an unreachable gateway is
-//! kept like any other, a map never fills. Devices and addresses of the node never change, and routes that the agent adds
-//! are not seen among those of the network. That the kernel does what the rows say is for the namespace and eBPF tests.
+//! Nothing forwards packets, and nothing is rejected as by a kernel: a route via an unreachable gateway is accepted, a
+//! map is never full. Devices and addresses of the node never change, and the agent's routes are not among those of the
+//! network. Namespace and eBPF tests cover the real kernel.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Debug};
@@ -27,7 +27,7 @@ use ipnet::{IpNet, Ipv4Net};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-/// The device that leads to the other nodes.
+/// The device with the route to the other nodes.
 const DEVICE: u32 = 2;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -37,10 +37,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Why an operation failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum MemoryError {
-    /// Drawn from the seed.
+    /// A random fault.
     #[error("injected fault on {0}")]
     Fault(&'static str),
-    /// The agent that asks has been killed.
+    /// The calling agent was killed.
     #[error("the process that asks is dead")]
     Dead,
 }
@@ -51,7 +51,7 @@ impl Classify for MemoryError {
     }
 }
 
-/// Lets operations of one agent fail: some by chance, all once it has been killed.
+/// Makes operations of an agent fail: some at random, all once it was killed.
 #[derive(Clone)]
 struct Gate {
     alive: Arc<AtomicBool>,
@@ -76,7 +76,7 @@ impl Gate {
 
 type Rows<K, V> = Arc<Mutex<BTreeMap<K, V>>>;
 
-/// A set of rows that a reconciler makes equal to its table.
+/// A set of rows as the target of a reconciler.
 struct MemoryTarget<K, V> {
     name: &'static str,
     rows: Rows<K, V>,
@@ -124,7 +124,7 @@ impl EndpointMap for MemoryTarget<Ipv4Addr, EndpointEntry> {
     }
 }
 
-/// The disk with the leases. A write that fails leaves those before it written.
+/// The disk of the leases. A failed write keeps earlier ones.
 struct MemoryLeases {
     records: Rows<RecordKey, Record>,
     full: Arc<AtomicBool>,
@@ -196,17 +196,16 @@ impl Host for MemoryHost {
     }
 }
 
-/// A directory that goes with its handle, in memory where there is a file system for that: a rename onto a file waits for
-/// a busy disk.
+/// A directory that is deleted with its handle, in memory if possible: a rename over a file waits for a busy disk.
 fn state_dir() -> std::io::Result<tempfile::TempDir> {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())
 }
 
-/// One node's machine.
+/// The machine of a node.
 pub(super) struct Machine {
-    /// The address under which other nodes reach it.
+    /// The address of the node for other nodes.
     pub(super) address: Ipv4Addr,
-    /// Where the state that is not leases survives.
+    /// Path of the state other than leases.
     pub(super) state: tempfile::TempDir,
     routes: Rows<Ipv4Net, RouteTarget>,
     router: Rows<Ipv4Addr, ()>,
@@ -226,7 +225,7 @@ pub(super) struct Machine {
     faults: Arc<Mutex<Faults>>,
 }
 
-/// What an agent is started with, and the means to kill it.
+/// What an agent is started with, and a handle to kill it.
 pub(super) struct Grasp {
     pub(super) targets: Targets,
     pub(super) leases: Vec<Record>,
@@ -234,12 +233,12 @@ pub(super) struct Grasp {
     pub(super) host: Box<dyn Host>,
     /// The machine was rebooted since the last agent.
     pub(super) rebooted: bool,
-    /// False: nothing that the agent does arrives at the machine any more.
+    /// False: no operation of the agent reaches the machine any more.
     pub(super) alive: Arc<AtomicBool>,
 }
 
 impl Machine {
-    /// A machine that holds nothing yet.
+    /// An empty machine.
     pub(super) fn new(address: Ipv4Addr, seed: u64, percent: u8) -> std::io::Result<Self> {
         Ok(Self {
             address,
@@ -262,12 +261,12 @@ impl Machine {
         })
     }
 
-    /// Lets this share of all operations fail.
+    /// Sets the percentage of operations that fail.
     pub(super) fn set_faults(&self, percent: u8) {
         lock(&self.faults).percent = percent;
     }
 
-    /// Makes or removes the network namespace of a container.
+    /// Creates or deletes the network namespace of a container.
     pub(super) fn set_namespace(&self, path: &str, exists: bool) {
         let mut namespaces = lock(&self.namespaces);
         if exists {
@@ -298,7 +297,7 @@ impl Machine {
         lock(&self.records).retain(|key, _| !matches!(key, RecordKey::Grant(..)));
     }
 
-    /// Empties what a reboot empties: the kernel and `/run`. What is on disk stays.
+    /// Clears what a reboot clears: the kernel and `/run`. The disk is kept.
     pub(super) fn reboot(&self) {
         lock(&self.routes).clear();
         lock(&self.router).clear();
@@ -312,7 +311,7 @@ impl Machine {
         self.boots.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Name of the boot that it is in.
+    /// ID of the current boot.
     pub(super) fn boot(&self) -> String {
         format!("boot-{}", self.boots.load(Ordering::Relaxed))
     }
@@ -427,7 +426,7 @@ impl Machine {
         }
     }
 
-    /// The rows of a target by name, one a line: key and value.
+    /// The rows of a target by name, one per line: key and value.
     pub(super) fn shown(&self, target: &str) -> Result<String, String> {
         match target {
             "routes" => Ok(shown(&self.routes, |net| net.to_string())),

@@ -1,20 +1,20 @@
-//! Script tests: the real agent and operator against the small API server, or a real one behind the small one's faults and
-//! links ([`run_on_real`]), on a virtual clock, told by a text file.
+//! Script tests: the real agent and operator with the small API server, or a real one behind the small one's faults and
+//! links ([`run_on_real`]), on a virtual clock, driven by a text file.
 //!
 //! ```text
 //!  case.txtar ─ archive ─┬─ script ─ line ──► run ──► commands ──► World: API server, operators, agents, files
 //!                        └─ files ───────────────────────────────►
 //! ```
 //!
-//! The language is described in `tests/script/README.md`. Each run has a runtime of its own with a paused clock: time
-//! passes only when everything waits, so that a lease of fifteen seconds costs nothing and no test depends on how fast
-//! the machine is. One call in ten meets a fault unless the script says otherwise.
+//! `tests/script/README.md` describes the language. Each run has its own runtime with a paused clock: time only
+//! advances when all tasks wait, so that a lease of fifteen seconds costs nothing and no test depends on the speed of
+//! the machine. One call in ten has a fault unless the script disables them.
 //!
-//! A run is *nearly* repeatable: equal seeds give equal UIDs, faults and jitter, but tokio draws the order in which a
-//! channel wakes its readers from the process, unless it is built so that it lets the seed decide ([`runtime`]). A script
-//! that fails for one seed is wrong, or has found something. [`simulation`] writes scripts by itself.
+//! Runs are *nearly* reproducible: equal seeds give equal UIDs, faults and jitter, but tokio chooses the order in which
+//! a channel wakes its readers at random, unless it is built to derive it from the seed ([`runtime`]). A script that
+//! fails for one seed is wrong, or has found a defect. [`simulation`] generates scripts.
 //!
-//! What a green run does not prove: see [`crate::apiserver`] for the API, and [`memory`] for the kernel.
+//! Limits: see [`crate::apiserver`] for the API, and [`memory`] for the kernel.
 
 mod archive;
 mod commands;
@@ -38,26 +38,26 @@ use archive::Archive;
 use line::{Line, Mark};
 use world::World;
 
-/// Faults that scripts run with unless they say otherwise, in percent of all calls.
+/// Default percentage of calls with faults in scripts.
 const FAULT_PERCENT: u8 = 10;
 
-/// Virtual time between two tries of a paragraph, and for how long it is tried.
+/// Virtual time between two attempts of a paragraph, and their timeout.
 const RETRY_EVERY: Duration = Duration::from_millis(500);
 const RETRY_FOR: Duration = Duration::from_secs(15 * 60);
 
 /// Rounds of a script in a run that is not thorough.
 const ROUNDS: u64 = 3;
 
-/// Overrides the seed of every script.
+/// Overrides the seed of all scripts.
 const SEED: &str = "CISTERN_SCRIPT_SEED";
 
-/// The level (`debug`, `info`, …) at which agents and operators log to standard error; without it they are silent.
+/// Log level (`debug`, `info`, …) of agents and operators on standard error; without it they do not log.
 const LOG: &str = "CISTERN_SCRIPT_LOG";
 
-/// How many of the last API calls a failure shows.
+/// Number of the last API calls shown for a failure.
 const SHOWN_CALLS: usize = 4000;
 
-/// A script that cannot be run, or that failed.
+/// A script that is invalid, or failed.
 #[derive(thiserror::Error)]
 #[error("{0}")]
 pub struct ScriptError(String);
@@ -69,14 +69,14 @@ impl fmt::Debug for ScriptError {
     }
 }
 
-/// Runs the script in a file, once for each of its seeds.
+/// Runs the script in a file, once per seed.
 ///
-/// The seeds follow from the file's name; a script whose comment has `# rounds: N` runs with N of them, with three at most
-/// unless the run is thorough ([`is_thorough`]): searching by seed is the simulation's task. The environment variable
-/// `CISTERN_SCRIPT_SEED` names one seed to run with instead.
+/// Seeds are derived from the file's name; a script with a comment `# rounds: N` runs with N of them, with three at
+/// most unless the run is thorough ([`is_thorough`]): exploring seeds is the simulation's task. The environment
+/// variable `CISTERN_SCRIPT_SEED` selects a single seed.
 ///
 /// # Errors
-/// What the first failing line said, with its number, the seed and the last calls to the API, and [`memory`] for the kernel.
+/// The error of the first failing line, with its number, the seed and the last calls to the API.
 pub fn run(path: &Path) -> Result<(), ScriptError> {
     run_on(path, None)
 }
@@ -89,31 +89,31 @@ pub fn run_on_real(path: &Path, real: &Arc<Upstream>) -> Result<(), ScriptError>
     run_on(path, Some(real))
 }
 
-/// When a script runs on the real server, too.
+/// Whether a script also runs on the real server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum When {
-    /// In every run, since it depends on what the real server alone can refute: `# server: real, WHAT`.
+    /// In every run, since it depends on behaviour of the real server: `# server: real, WHAT`.
     Always,
-    /// In thorough runs: it is about the agent's own state, and says nothing about servers.
+    /// In thorough runs only: it tests the agent's own state, not the server.
     #[default]
     Thorough,
     /// Never, for this reason: `# server: small, REASON`.
     Never(String),
 }
 
-/// What the comment of a script says about the real server.
+/// Directives for the real server in the comment of a script.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OnReal {
     /// When it runs there.
     pub when: When,
-    /// Values of the chart, as for `helm --set`, under which the rights are those that it needs: `# values: KEY=VALUE…`.
+    /// Values of the chart, as for `helm --set`, whose permissions it requires: `# values: KEY=VALUE…`.
     pub values: Vec<String>,
 }
 
-/// Reads what the comment of a script says about the real server.
+/// Parses the directives for the real server in the comment of a script.
 ///
 /// # Errors
-/// When the file cannot be read, or names another server.
+/// The file cannot be read, or an unknown server is named.
 pub fn on_real(path: &Path) -> Result<OnReal, ScriptError> {
     let error = |text: String| ScriptError(format!("{}: {text}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|cause| error(cause.to_string()))?;
@@ -154,8 +154,8 @@ fn run_on(path: &Path, real: Option<&Arc<Upstream>>) -> Result<(), ScriptError> 
     Ok(())
 }
 
-/// A runtime whose clock stands still while anything has work to do. Its own draws (in which order a channel wakes its
-/// readers, which ready branch of a `select!` goes first) follow from the seed too, where tokio lets them: in builds with
+/// A runtime whose clock is stopped while any task can run. Its random choices (the order in which a channel wakes its
+/// readers, the first branch of a `select!`) are derived from the seed, too, where tokio supports it: in builds with
 /// `--cfg tokio_unstable` (`.cargo/config.toml`).
 fn runtime(seed: u64) -> std::io::Result<tokio::runtime::Runtime> {
     let mut builder = tokio::runtime::Builder::new_current_thread();
@@ -195,7 +195,7 @@ async fn run_all(world: &mut World, lines: &[Line]) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs the lines between two gaps. A line with `*` that fails lets them all be run again a little later.
+/// Runs the lines of a paragraph. If a line with `*` fails, the whole paragraph is repeated a little later.
 async fn run_paragraph(world: &mut World, lines: &[Line]) -> Result<(), String> {
     let until = Instant::now() + RETRY_FOR;
     'again: loop {
@@ -216,7 +216,7 @@ async fn run_paragraph(world: &mut World, lines: &[Line]) -> Result<(), String> 
 async fn run_line(world: &mut World, line: &Line) -> Result<(), String> {
     let outcome = commands::run(world, &line.words).await;
     let expected_failure = line.has(Mark::Fail);
-    // What `stdout` and its kin look at is what the last other command printed.
+    // `stdout` and similar commands check the output of the last other command.
     match outcome {
         Ok(printed) if expected_failure => Err(format!("succeeded, though it must fail; it printed: {printed}")),
         Ok(printed) => {
@@ -239,12 +239,12 @@ async fn run_line(world: &mut World, line: &Line) -> Result<(), String> {
     }
 }
 
-/// A number that follows from a text alone (FNV-1a).
+/// A hash of a text (FNV-1a).
 fn fnv1a(text: &[u8]) -> u64 {
     fnv1a_after(0xcbf2_9ce4_8422_2325, text)
 }
 
-/// The number of a text whose beginning has this one.
+/// The hash of a text that continues one with this hash.
 fn fnv1a_after(hash: u64, text: &[u8]) -> u64 {
     text.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }

@@ -1,4 +1,4 @@
-//! What a script acts on: the API server, the machines, the roles that run, the files, what was printed last.
+//! The state of a script: the API server, machines, running roles, files, the last output.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -31,34 +31,34 @@ use super::memory::Machine;
 use crate::apiserver::table::plain_text;
 use crate::apiserver::{Account, ApiServer, Lifeline, Options, Snapshot, Upstream};
 
-/// The network of the nodes; machines get its addresses in the order in which they come.
+/// The nodes' network; machines get its addresses in order of creation.
 const NODES: Ipv4Addr = Ipv4Addr::new(192, 168, 7, 0);
 
-/// Virtual time that a role may take to end. Longer than any call may wait for its answer.
+/// Virtual time within which a role must terminate. Longer than the timeout of any call.
 const ORDERLY_END: Duration = Duration::from_secs(120);
 
 /// The state of one run.
 pub(super) struct World {
     pub(super) server: ApiServer,
     pub(super) backup: Option<Snapshot>,
-    /// Files of the archive, and what `>` has written.
+    /// Files of the archive, and those written by `>`.
     pub(super) files: BTreeMap<String, String>,
-    /// What the last command has printed.
+    /// Output of the last command.
     pub(super) stdout: String,
-    /// Why the last command has failed.
+    /// Error of the last command.
     pub(super) stderr: String,
-    /// Generations of leases that were granted, by node and container.
+    /// Generations of allocated leases, by node and container.
     pub(super) generations: BTreeMap<(String, String), u64>,
     machines: BTreeMap<String, Machine>,
     /// Running roles by (role, name).
     roles: BTreeMap<(String, String), Role>,
-    /// How many machines there were so far.
+    /// Number of machines so far.
     made: u32,
     faults: u8,
     random: SmallRng,
     /// Whether nodes have a masquerading datapath.
     pub(super) datapath: bool,
-    /// How long the block of a deleted node rests.
+    /// Quarantine of a deleted node's pod CIDR.
     pub(super) quarantine: Duration,
 }
 
@@ -67,12 +67,12 @@ pub(super) struct Role {
     cancel: CancellationToken,
     task: JoinHandle<anyhow::Result<()>>,
     lifeline: Lifeline,
-    /// Of an agent: its API, and its hold on the machine.
+    /// For an agent: its API, and its connection to the machine.
     agent: Option<(Arc<Answers>, Arc<AtomicBool>)>,
 }
 
 impl Role {
-    /// Ends it in order.
+    /// Stops it orderly.
     pub(super) async fn stop(self) -> Result<(), String> {
         self.cancel.cancel();
         match timeout(ORDERLY_END, self.task).await {
@@ -82,26 +82,26 @@ impl Role {
         }
     }
 
-    /// Ends it without letting it do anything any more: first every way out is cut, then its tasks are told to go.
+    /// Kills it: first all of its connections are cut, then its tasks are cancelled.
     pub(super) async fn kill(self) {
         self.lifeline.cut();
         if let Some((_, alive)) = &self.agent {
             alive.store(false, Ordering::Relaxed);
         }
         self.cancel.cancel();
-        // How a process that has been killed would have ended is of no interest.
+        // The result of a killed process does not matter.
         let _ = timeout(ORDERLY_END, self.task).await;
     }
 }
 
 impl World {
-    /// An API server with the project's own kinds, as after the chart was installed, and nothing that runs: the small one,
-    /// or a real one.
+    /// An API server with the project's kinds, as after the installation of the chart, without running roles: the small
+    /// one, or a real one.
     pub(super) fn new(archive: &Archive, seed: u64, faults: u8, real: Option<Arc<Upstream>>) -> anyhow::Result<Self> {
         let definitions = cistern_crds::all().iter().map(serde_json::to_value).collect::<Result<Vec<Value>, _>>()?;
         let server = match real {
             Some(upstream) => {
-                // It gives ages by the wall clock.
+                // A real server derives ages from the wall clock.
                 let options = Options { seed, epoch: jiff::Timestamp::now() };
                 ApiServer::in_front_of(&upstream, options, &definitions)?
             }
@@ -131,14 +131,14 @@ impl World {
         })
     }
 
-    /// Sets the share of calls and operations, in percent, that meet a fault; calls for the spared resources meet none.
+    /// Sets the percentage of calls and operations with random faults; calls for the spared resources have none.
     pub(super) fn set_faults(&mut self, percent: u8, spared: &[&str]) {
         self.faults = percent;
         self.server.set_faults(percent, spared);
         self.machines.values().for_each(|machine| machine.set_faults(percent));
     }
 
-    /// A file of the archive; `stdout` and `stderr` are what the last command has left.
+    /// A file of the archive; `stdout` and `stderr` are those of the last command.
     pub(super) fn file(&self, name: &str) -> Result<&str, String> {
         match name {
             "stdout" => Ok(&self.stdout),
@@ -156,7 +156,7 @@ impl World {
         self.register_node(name)
     }
 
-    /// Makes the Node of a machine, as kubelet does when there is none.
+    /// Creates the Node of a machine, as kubelet does.
     pub(super) fn register_node(&self, name: &str) -> Result<(), String> {
         let node = json!({
             "apiVersion": "v1",
@@ -167,12 +167,12 @@ impl World {
         self.server.create(&node).map(drop).map_err(|error| error.to_string())
     }
 
-    /// Takes a machine away, with its kernel and its disk. Its agent must have ended.
+    /// Removes a machine, with its kernel and disk. Its agent must have ended.
     pub(super) fn remove_machine(&mut self, name: &str) -> Result<(), String> {
         self.machines.remove(name).map(drop).ok_or_else(|| format!("there is no machine {name}"))
     }
 
-    /// Reboots a machine whose agent does not run.
+    /// Reboots a machine whose agent is not running.
     pub(super) fn reboot(&self, name: &str) -> Result<(), String> {
         if self.roles.contains_key(&("agent".to_owned(), name.to_owned())) {
             return Err(format!("agent {name} runs: agent/kill comes first"));
@@ -180,7 +180,7 @@ impl World {
         self.machine(name).map(Machine::reboot)
     }
 
-    /// This moment in the life of a machine.
+    /// The current moment of a machine.
     pub(super) fn moment(&self, name: &str) -> Result<Moment, String> {
         let uptime_ns = u64::try_from(self.server.clock().now().as_nanosecond()).map_err(|error| error.to_string())?;
         Ok(Moment { boot: self.machine(name)?.boot(), uptime_ns })
@@ -262,7 +262,7 @@ impl World {
         answers.ok_or_else(|| format!("agent {name} does not run"))
     }
 
-    /// The operator's duties as the settings want them.
+    /// The operator's controllers, by the settings.
     fn operator_with(&mut self, settings: &Settings, client: Client, shared: &Shared) -> Result<Operator, String> {
         let election = operator::election(settings).map_err(|error| format!("{error:#}"))?;
         let pool = operator::pool(settings).map_err(|error| format!("{error:#}"))?;
@@ -298,7 +298,7 @@ impl World {
         self.roles.remove(&(role.to_owned(), name.to_owned())).ok_or_else(|| format!("{role} {name} does not run"))
     }
 
-    /// A role that has ended by itself is a failure, whatever the script looks at.
+    /// A role that ended unexpectedly is a failure, whatever the script checks.
     pub(super) fn check_roles(&self) -> Result<(), String> {
         match self.roles.iter().find(|(_, role)| role.task.is_finished()) {
             Some(((role, name), _)) => Err(format!("{role} {name} has ended by itself")),
@@ -306,7 +306,7 @@ impl World {
         }
     }
 
-    /// Stops what still runs; every role must end in order, even with faults.
+    /// Stops all running roles, which must terminate orderly, even with faults.
     pub(super) async fn end(&mut self) -> Result<(), String> {
         self.check_roles()?;
         for ((role, name), running) in std::mem::take(&mut self.roles) {
@@ -316,7 +316,7 @@ impl World {
     }
 }
 
-/// Settings as `cistern` itself reads them from a mounted ConfigMap.
+/// Settings as parsed by `cistern` from a mounted ConfigMap.
 fn read_settings(node: &str, yaml: &str, command: Command) -> Result<Settings, String> {
     let keys: BTreeMap<String, Value> = match yaml.trim() {
         "" => BTreeMap::new(),

@@ -1,5 +1,5 @@
-//! The server against its two kinds of clients: `kube` in process, and `kubectl` over HTTP. And the project's watches, which
-//! need a server.
+//! The server with its two kinds of clients: `kube` in process, and `kubectl` over HTTP. Also the project's watches,
+//! which require a server.
 
 mod in_process;
 mod kubectl;

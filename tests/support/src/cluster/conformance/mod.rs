@@ -180,8 +180,8 @@ impl Suite {
         // The output of a spec need not be UTF-8.
         while reader.read_until(b'\n', &mut line)? > 0 {
             file.write_all(&line)?;
-            if let Some(told) = progress.read(String::from_utf8_lossy(&line).trim_end()) {
-                println!("{told}");
+            if let Some(text) = progress.read(String::from_utf8_lossy(&line).trim_end()) {
+                println!("{text}");
             }
             line.clear();
         }

@@ -1,7 +1,7 @@
-//! What the CNI plugin and the CLI ask an agent, and what its machine holds.
+//! Requests of the CNI plugin and the CLI to an agent, and the state of its machine.
 
 use cistern::api::server::{AgentApi as _, Failure};
-use cistern::api::types::{AddRequest, Behind, CheckRequest, ConfirmRequest, DelRequest, Interface, PodRef};
+use cistern::api::types::{AddRequest, CheckRequest, ConfirmRequest, DelRequest, Interface, PodAttachment, PodRef};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -9,10 +9,10 @@ use super::{Outcome, Printed, exactly, silent};
 use crate::apiserver::table;
 use crate::script::world::World;
 
-/// The interface that runtimes ask for.
+/// The interface name used by runtimes.
 const IFNAME: &str = "eth0";
 
-/// The host side's index of the first container; the others count on from it.
+/// The host side's index of the first container; the others follow.
 const FIRST_HOST_IFINDEX: u32 = 100;
 
 fn refused(failure: Failure) -> String {
@@ -91,7 +91,7 @@ pub(super) fn crash(world: &World, arguments: &[&str]) -> Outcome {
     Ok(silent())
 }
 
-/// Takes machines away.
+/// Removes machines.
 pub(super) fn remove_machines(world: &mut World, names: &[&str]) -> Outcome {
     for name in names {
         world.remove_machine(name)?;
@@ -99,7 +99,7 @@ pub(super) fn remove_machines(world: &mut World, names: &[&str]) -> Outcome {
     Ok(silent())
 }
 
-/// Makes the Nodes of machines anew.
+/// Recreates the Nodes of machines.
 pub(super) fn register_machines(world: &World, names: &[&str]) -> Outcome {
     for name in names {
         world.register_node(name)?;
@@ -107,7 +107,7 @@ pub(super) fn register_machines(world: &World, names: &[&str]) -> Outcome {
     Ok(silent())
 }
 
-/// Asks for an address and prints it. The container's namespace is made with it.
+/// Requests an address and prints it. Also creates the container's namespace.
 pub(super) async fn add(world: &mut World, arguments: &[&str]) -> Outcome {
     let [node, container] = exactly(arguments, "cni/add NODE CONTAINER")?;
     world.machine(node)?.set_namespace(&netns(container), true);
@@ -129,7 +129,7 @@ pub(super) async fn add(world: &mut World, arguments: &[&str]) -> Outcome {
     Ok(Printed::Text(lines.collect()))
 }
 
-/// Says that the interface is there.
+/// Confirms the interface.
 pub(super) async fn confirm(world: &World, arguments: &[&str]) -> Outcome {
     let [node, container] = exactly(arguments, "cni/confirm NODE CONTAINER")?;
     let generation = world.generations.get(&(node.to_owned(), container.to_owned()));
@@ -138,7 +138,7 @@ pub(super) async fn confirm(world: &World, arguments: &[&str]) -> Outcome {
         container_id: container.to_owned(),
         ifname: IFNAME.to_owned(),
         generation: *generation.ok_or("nothing was granted: cni/add comes first")?,
-        interface: Behind::Pair(Interface {
+        interface: PodAttachment::Pair(Interface {
             host_ifname: format!("cst-{container}"),
             host_ifindex: FIRST_HOST_IFINDEX.saturating_add(u32::try_from(position).unwrap_or(u32::MAX)),
             mac: "02:00:00:00:00:01".to_owned(),
@@ -149,7 +149,7 @@ pub(super) async fn confirm(world: &World, arguments: &[&str]) -> Outcome {
     Ok(silent())
 }
 
-/// Gives the address back and prints it, if there was one. The container's namespace goes with it.
+/// Releases the address and prints it, if there was one. Also deletes the container's namespace.
 pub(super) async fn del(world: &World, arguments: &[&str]) -> Outcome {
     let [node, container] = exactly(arguments, "cni/del NODE CONTAINER")?;
     let request =
@@ -159,7 +159,7 @@ pub(super) async fn del(world: &World, arguments: &[&str]) -> Outcome {
     Ok(Printed::Text(released.map(|address| format!("{address}\n")).unwrap_or_default()))
 }
 
-/// Prints the address that the agent holds for a container.
+/// Prints the allocated address of a container.
 pub(super) async fn check(world: &World, arguments: &[&str]) -> Outcome {
     let [node, container] = exactly(arguments, "cni/check NODE CONTAINER")?;
     let request = CheckRequest { container_id: container.to_owned(), ifname: IFNAME.to_owned() };
@@ -167,7 +167,7 @@ pub(super) async fn check(world: &World, arguments: &[&str]) -> Outcome {
     Ok(Printed::Text(format!("{}\n", found.address)))
 }
 
-/// Prints what `cistern status -o json` prints, or the value at a path of it.
+/// Prints the output of `cistern status -o json`, or the value at a path of it.
 pub(super) async fn status(world: &World, arguments: &[&str]) -> Outcome {
     let (node, path) = match arguments {
         [node] => (node, None),
@@ -177,14 +177,14 @@ pub(super) async fn status(world: &World, arguments: &[&str]) -> Outcome {
     print(&world.agent(node)?.status().await, path)
 }
 
-/// Succeeds when the agent says that it is ready; else the failure is its reasons.
+/// Succeeds if the agent is ready; otherwise the error has its reasons.
 pub(super) async fn health(world: &World, arguments: &[&str]) -> Outcome {
     let [node] = exactly(arguments, "health NODE")?;
     let health = world.agent(node)?.health().await;
     if health.ready { Ok(silent()) } else { Err(health.reasons.join("\n")) }
 }
 
-/// Prints what `cistern ip list -o json` prints, one row a line.
+/// Prints the output of `cistern ip list -o json`, one row per line.
 pub(super) async fn addresses(world: &World, arguments: &[&str]) -> Outcome {
     let [node] = exactly(arguments, "ip/list NODE")?;
     let rows = world.agent(node)?.addresses().await.map_err(refused)?;
@@ -192,7 +192,7 @@ pub(super) async fn addresses(world: &World, arguments: &[&str]) -> Outcome {
     Ok(Printed::Text(lines.collect::<Result<_, _>>().map_err(|error| error.to_string())?))
 }
 
-/// Prints what `cistern explain ip -o json` prints, or the value at a path of it.
+/// Prints the output of `cistern explain ip -o json`, or the value at a path of it.
 pub(super) async fn explain_ip(world: &World, arguments: &[&str]) -> Outcome {
     let (node, address, path) = match arguments {
         [node, address] => (node, address, None),
@@ -202,7 +202,7 @@ pub(super) async fn explain_ip(world: &World, arguments: &[&str]) -> Outcome {
     print(&world.agent(node)?.explain_ip((*address).to_owned()).await.map_err(refused)?, path)
 }
 
-/// Prints what `cistern explain node -o json` prints when the agent of `NODE` is asked about `OTHER`, or a value of it.
+/// Prints the output of `cistern explain node -o json` of the agent of `NODE` for `OTHER`, or a value of it.
 pub(super) async fn explain_node(world: &World, arguments: &[&str]) -> Outcome {
     let (node, other, path) = match arguments {
         [node, other] => (node, other, None),
@@ -212,14 +212,14 @@ pub(super) async fn explain_node(world: &World, arguments: &[&str]) -> Outcome {
     print(&world.agent(node)?.explain_node(Some((*other).to_owned())).await, path)
 }
 
-/// Prints the lines of `GET /metrics` that are no comments.
+/// Prints the lines of `GET /metrics` without comments.
 pub(super) async fn metrics(world: &World, arguments: &[&str]) -> Outcome {
     let [node] = exactly(arguments, "metrics NODE")?;
     let text = world.agent(node)?.metrics().await;
     Ok(Printed::Text(text.lines().filter(|line| !line.starts_with('#')).map(|line| format!("{line}\n")).collect()))
 }
 
-/// Prints what the machine holds, one row a line.
+/// Prints the rows of a target, one per line.
 pub(super) fn target(world: &World, arguments: &[&str]) -> Outcome {
     let [node, target] = exactly(arguments, "target NODE TARGET")?;
     world.machine(node)?.shown(target).map(Printed::Text)

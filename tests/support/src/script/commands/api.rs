@@ -6,7 +6,7 @@ use super::{Outcome, Printed, exactly, silent};
 use crate::apiserver::{Call, CallMatch, Fault, Link, Verb};
 use crate::script::world::World;
 
-/// What tells the ages of objects apart: API objects carry whole seconds.
+/// Resolution of objects' ages: API objects have whole seconds.
 const SHORTEST_AGE: Duration = Duration::from_secs(1);
 
 pub(super) async fn sleep(world: &World, arguments: &[&str]) -> Outcome {
@@ -63,7 +63,7 @@ pub(super) fn fault(world: &World, arguments: &[&str]) -> Outcome {
     Ok(silent())
 }
 
-/// Reads `key=value` filters; the words without `=` are left over.
+/// Parses `key=value` filters; returns the words without `=`.
 fn filter<'a>(arguments: &[&'a str]) -> Result<(CallMatch, Vec<&'a str>), String> {
     let (mut calls, mut words) = (CallMatch::default(), Vec::new());
     for argument in arguments {
@@ -89,7 +89,7 @@ fn filter<'a>(arguments: &[&'a str]) -> Result<(CallMatch, Vec<&'a str>), String
     Ok((calls, words))
 }
 
-/// Calls that match filters and the words `changed` (it changed something) and `write` (it was meant to).
+/// Calls that match filters and the words `changed` (it changed something) and `write` (a write verb).
 fn matching(world: &World, arguments: &[&str]) -> Result<Vec<Call>, String> {
     let (filter, words) = filter(arguments)?;
     if let Some(word) = words.iter().find(|word| !["changed", "write"].contains(word)) {
@@ -109,7 +109,7 @@ pub(super) fn calls(world: &World, arguments: &[&str]) -> Outcome {
     Ok(Printed::Text(calls.iter().map(|call| format!("{call}\n")).collect()))
 }
 
-/// How many calls match must be the first argument, which may also be a bound: `<=3`.
+/// The first argument is the expected number of matching calls, or a bound: `<=3`.
 pub(super) fn count(world: &World, arguments: &[&str]) -> Outcome {
     let Some((wanted, filters)) = arguments.split_first() else {
         return Err("expected: api/count NUMBER|<=NUMBER [changed] [write] [FILTER…]".to_owned());

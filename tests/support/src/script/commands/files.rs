@@ -1,4 +1,4 @@
-//! Looking at what commands have printed, and at files.
+//! Checks of output and files.
 
 use regex::RegexBuilder;
 
@@ -20,7 +20,7 @@ pub(super) fn grep(world: &World, arguments: &[&str]) -> Outcome {
     find(pattern, world.file(file)?, file)
 }
 
-/// Compares two texts line by line; blanks at the end of a line, and empty lines at the end, do not count.
+/// Compares two texts line by line, ignoring trailing blanks and empty lines at the end.
 pub(super) fn cmp(world: &World, arguments: &[&str]) -> Outcome {
     let [left, right] = exactly(arguments, "cmp FILE FILE, where stdout and stderr are files, too")?;
     let lines = |file: &str| -> Result<Vec<String>, String> {

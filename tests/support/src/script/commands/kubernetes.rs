@@ -1,4 +1,4 @@
-//! What people and other controllers do to the API: past faults and links, at once.
+//! Operations of administrators and other controllers on the API, without faults and links.
 
 use std::collections::BTreeMap;
 
@@ -33,7 +33,7 @@ pub(super) fn apply(world: &World, arguments: &[&str]) -> Outcome {
     Ok(silent())
 }
 
-/// A merge patch; `status` in it goes through the status path.
+/// A merge patch; `status` in it is patched separately.
 pub(super) fn patch(world: &World, arguments: &[&str]) -> Outcome {
     let (namespace, rest) = take_namespace(arguments)?;
     let [kind, name, patch] = exactly(&rest, "k8s/patch KIND NAME JSON [-n NAMESPACE]")?;
@@ -53,7 +53,7 @@ pub(super) fn delete(world: &World, arguments: &[&str]) -> Outcome {
     Ok(silent())
 }
 
-/// Prints the value at a path, or without one the object but for what the server added.
+/// Prints the value at a path, or the object without the fields set by the server.
 pub(super) fn get(world: &World, arguments: &[&str]) -> Outcome {
     let (namespace, rest) = take_namespace(arguments)?;
     let (kind, name, path) = match rest.as_slice() {
@@ -68,7 +68,7 @@ pub(super) fn get(world: &World, arguments: &[&str]) -> Outcome {
     }))
 }
 
-/// Prints a line for each object: its name and the values at the paths.
+/// Prints a line per object: its name and the values at the paths.
 pub(super) fn list(world: &World, arguments: &[&str]) -> Outcome {
     let Some((kind, paths)) = arguments.split_first() else {
         return Err("expected: k8s/list KIND PATH…".to_owned());
@@ -82,7 +82,7 @@ pub(super) fn list(world: &World, arguments: &[&str]) -> Outcome {
     Ok(Printed::Text(objects.iter().map(line).collect()))
 }
 
-/// Fails when two objects have the same value at a path, or one has none.
+/// Fails if two objects have the same value at a path, or one has none.
 pub(super) fn distinct(world: &World, arguments: &[&str]) -> Outcome {
     let [kind, path] = exactly(arguments, "k8s/distinct KIND PATH")?;
     let mut holders: BTreeMap<String, String> = BTreeMap::new();
@@ -98,7 +98,7 @@ pub(super) fn distinct(world: &World, arguments: &[&str]) -> Outcome {
     Ok(silent())
 }
 
-/// Prints a line for each value that a path of an object has had, `(deleted)` where the object went.
+/// Prints a line for each value that a path of an object has had, `(deleted)` for deletions.
 pub(super) fn history(world: &World, arguments: &[&str]) -> Outcome {
     let (namespace, rest) = take_namespace(arguments)?;
     let [kind, name, path] = exactly(&rest, "k8s/history KIND NAME PATH [-n NAMESPACE]")?;
@@ -111,7 +111,7 @@ pub(super) fn history(world: &World, arguments: &[&str]) -> Outcome {
     Ok(Printed::Text(lines.iter().map(|line| format!("{line}\n")).collect()))
 }
 
-/// Adds Nodes, each with the CiliumNode that its agent would make: with this pod CIDR, or without any.
+/// Adds Nodes with the CiliumNodes that their agents would create: with this pod CIDR, or without any.
 pub(super) fn add_nodes(world: &World, arguments: &[&str]) -> Outcome {
     if arguments.is_empty() {
         return Err("expected: node/add NAME[=POD_CIDR]…".to_owned());
@@ -137,7 +137,7 @@ fn shown(object: &Value, path: &str) -> String {
     table::lookup(object, path).map_or_else(String::new, |value| table::plain_text(&value))
 }
 
-/// An object without what the server adds to each.
+/// An object without the fields set by the server.
 fn essence(mut object: Value) -> Value {
     if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {
         for field in ["uid", "resourceVersion", "creationTimestamp", "generation", "managedFields"] {

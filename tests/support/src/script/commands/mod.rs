@@ -8,11 +8,11 @@ mod roles;
 
 use super::world::World;
 
-/// What a command leaves behind for `stdout` and its kin to look at.
+/// Output of a command, for `stdout` and similar commands.
 pub(super) enum Printed {
     /// This text.
     Text(String),
-    /// What the command before has printed: this one only looked at it.
+    /// That of the previous command, which this one only checks.
     Unchanged,
 }
 
@@ -34,7 +34,7 @@ impl std::fmt::Display for Printed {
     }
 }
 
-/// What it printed, or why it failed.
+/// The output, or the error.
 pub(super) type Outcome = Result<Printed, String>;
 
 /// Prints nothing.
@@ -104,7 +104,7 @@ pub(super) async fn run(world: &mut World, words: &[String]) -> Outcome {
     }
 }
 
-/// Exactly these many arguments.
+/// Exactly this number of arguments.
 fn exactly<'a, const N: usize>(arguments: &[&'a str], usage: &str) -> Result<[&'a str; N], String> {
     arguments.try_into().map_err(|_| format!("expected: {usage}"))
 }

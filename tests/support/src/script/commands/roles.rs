@@ -1,4 +1,4 @@
-//! The real agent and operator: started, stopped in order, killed.
+//! The real agent and operator: start, orderly stop, kill.
 
 use super::{Outcome, silent};
 use crate::script::world::World;
@@ -16,7 +16,7 @@ pub(super) fn start(world: &mut World, role: &str, arguments: &[&str]) -> Outcom
     Ok(silent())
 }
 
-/// Ends roles as SIGTERM does, and waits for their end.
+/// Stops roles as by SIGTERM, and waits for their termination.
 pub(super) async fn stop(world: &mut World, role: &str, names: &[&str]) -> Outcome {
     for name in names {
         world.take_role(role, name)?.stop().await?;
@@ -24,7 +24,7 @@ pub(super) async fn stop(world: &mut World, role: &str, names: &[&str]) -> Outco
     Ok(silent())
 }
 
-/// Ends roles as SIGKILL does: nothing that they try from now on arrives anywhere.
+/// Kills roles as by SIGKILL: no further operation takes effect.
 pub(super) async fn kill(world: &mut World, role: &str, names: &[&str]) -> Outcome {
     for name in names {
         world.take_role(role, name)?.kill().await;

@@ -1,9 +1,9 @@
-//! The rules, and what must be remembered to check them.
+//! The invariants, and the state for checking them.
 //!
-//! A rule binds whoever can know what it is about. A leader can know what an object lists and what the operators' records
-//! hold: a block that stood in no record when its object was deleted (claimed and gone between two passes, or lost by a
-//! restored API server) rests for nobody. People may write what they want: who has a block that they wrote somewhere is
-//! for them to sort out.
+//! An invariant only applies to known facts. A leader knows the lists of objects and the operators' records: a pod CIDR
+//! that was in no record when its object was deleted (claimed and lost between two passes, or lost by a restore of the
+//! API server) is not quarantined. Administrators may write anything: they are responsible for the owners of pod CIDRs
+//! that they wrote.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,48 +14,48 @@ use serde_json::Value;
 use super::QUARANTINE;
 use crate::apiserver::ObjectChange;
 
-/// Who made a change that is looked at.
+/// The author of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hand {
     /// Agents and operators.
     Ours,
-    /// A person.
+    /// An administrator.
     Person,
 }
 
-/// A block that somebody had.
+/// A pod CIDR that a node had.
 struct Rest {
     block: Ipv4Net,
     node: String,
     since: Timestamp,
 }
 
-/// What is known of the objects and of the machines.
+/// State of the objects and machines.
 #[derive(Default)]
 pub(super) struct Judge {
-    /// Blocks by CiliumNode.
+    /// Pod CIDRs by CiliumNode.
     listed: BTreeMap<String, BTreeSet<Ipv4Net>>,
-    /// Blocks that pods of a running machine may have addresses of.
+    /// Pod CIDRs that pods of running machines may have addresses of.
     used: BTreeMap<String, Ipv4Net>,
     resting: Vec<Rest>,
-    /// What people wrote into objects, by node.
+    /// What administrators wrote to objects, by node.
     by_hand: BTreeSet<(String, Ipv4Net)>,
-    /// Blocks by node in the operators' records: only what stands there, or in an object, can be known to a leader.
+    /// Pod CIDRs by node in the operators' records: leaders only know these, and those of objects.
     recorded: BTreeMap<String, BTreeSet<Ipv4Net>>,
-    /// Addresses of pods that run.
+    /// Addresses of running pods.
     addresses: BTreeMap<String, (String, String)>,
-    /// Those of them whose runtime has begun to take them away, by node and pod.
+    /// Those whose DEL has started, by node and pod.
     ending: BTreeSet<(String, String)>,
 }
 
-/// Slack of the clock: changes are looked at twice a second, and a deletion is noticed a little after it happened.
+/// Tolerance: changes are checked twice a second, and a deletion is noticed with a delay.
 const SLACK: i64 = 1;
 
 fn overlap(a: &Ipv4Net, b: &Ipv4Net) -> bool {
     a.contains(b) || b.contains(a)
 }
 
-/// The blocks that a CiliumNode lists.
+/// The pod CIDRs that a CiliumNode lists.
 pub(super) fn blocks(object: &Value) -> BTreeSet<Ipv4Net> {
     let list = object.pointer("/spec/ipam/podCIDRs").and_then(Value::as_array);
     list.into_iter().flatten().filter_map(|text| text.as_str()?.parse().ok()).collect()
@@ -64,17 +64,17 @@ pub(super) fn blocks(object: &Value) -> BTreeSet<Ipv4Net> {
 /// The ConfigMap of the operators.
 pub(super) const RECORDS: &str = "cistern-ipam";
 
-/// Blocks by node, as recorded there.
+/// The recorded pod CIDRs by node.
 pub(super) fn records(object: &Value) -> BTreeMap<String, BTreeSet<Ipv4Net>> {
     let text = object.pointer("/data/blocks.json").and_then(Value::as_str);
     text.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
 }
 
 impl Judge {
-    /// Looks at one change.
+    /// Checks one change.
     ///
     /// # Errors
-    /// The rule that it breaks.
+    /// The violated invariant.
     pub(super) fn see(&mut self, change: &ObjectChange, hand: Hand, now: Timestamp) -> Result<Option<String>, String> {
         if change.resource == "configmaps" && change.name == RECORDS {
             self.recorded = change.after.as_deref().map(records).unwrap_or_default();
@@ -96,7 +96,7 @@ impl Judge {
             if hand == Hand::Person {
                 self.by_hand.insert((name.clone(), *block));
             }
-            // A machine that lists again what it has is given nothing.
+            // A machine that lists its own again is not assigned anything.
             if given && self.used.get(name) != Some(block) {
                 self.may_be_given(name, block, now)?;
             }
@@ -108,12 +108,12 @@ impl Judge {
 
     fn may_be_given(&self, name: &str, block: &Ipv4Net, now: Timestamp) -> Result<(), String> {
         for (other, blocks) in self.listed.iter().filter(|(other, _)| *other != name) {
-            // Nobody can know what a person is writing at this moment.
+            // A concurrent write of an administrator cannot be known.
             if let Some(theirs) = blocks
                 .iter()
                 .find(|theirs| overlap(theirs, block) && !self.by_hand.contains(&(other.clone(), **theirs)))
             {
-                return Err(format!("{block} is given to {name} while {other} lists {theirs}"));
+                return Err(format!("{block} is assigned to {name} while {other} lists {theirs}"));
             }
         }
         let ours = |other: &String, theirs: &Ipv4Net| !self.by_hand.contains(&(other.clone(), *theirs));
@@ -122,7 +122,7 @@ impl Judge {
         if let Some((other, theirs)) = self.used.iter().find(|(other, theirs)| {
             *other != name && overlap(theirs, block) && ours(other, theirs) && known(other, theirs)
         }) {
-            return Err(format!("{block} is given to {name} while {other} gives addresses from {theirs}"));
+            return Err(format!("{block} is assigned to {name} while {other} serves {theirs}"));
         }
         let fresh =
             |rest: &&Rest| now.duration_since(rest.since).as_secs() + SLACK < QUARANTINE.as_secs().cast_signed();
@@ -130,33 +130,33 @@ impl Judge {
             self.resting.iter().filter(fresh).find(|rest| rest.node != name && overlap(&rest.block, block))
         {
             return Err(format!(
-                "{block} is given to {name} though {} lost {} at {}",
+                "{block} is assigned to {name} although {} lost {} at {}",
                 rest.node, rest.block, rest.since
             ));
         }
         Ok(())
     }
 
-    /// A machine's agent gives addresses from this block.
+    /// A machine's agent allocates addresses from this pod CIDR.
     ///
     /// # Errors
-    /// When pods have addresses of another one.
+    /// Pods have addresses of another one.
     pub(super) fn uses(&mut self, name: &str, block: Ipv4Net) -> Result<bool, String> {
         match self.used.insert(name.to_owned(), block) {
             Some(before) if before == block => Ok(false),
             Some(before) if self.has_pods(name) => {
-                Err(format!("the block of {name} changed from {before} to {block} under its pods"))
+                Err(format!("the pod CIDR of {name} changed from {before} to {block} under its pods"))
             }
             _ => Ok(true),
         }
     }
 
-    /// Whether pods of this machine have addresses, and are to keep them.
+    /// Whether pods of this machine have addresses and remain running.
     pub(super) fn has_pods(&self, name: &str) -> bool {
         self.addresses.values().any(|pod| pod.0 == name && !self.ending.contains(pod))
     }
 
-    /// The runtime begins to take a pod away.
+    /// The runtime starts the deletion of a pod.
     pub(super) fn ends(&mut self, node: &str, pod: &str) {
         self.ending.insert((node.to_owned(), pod.to_owned()));
     }
@@ -164,22 +164,22 @@ impl Judge {
     /// A pod got an address.
     ///
     /// # Errors
-    /// When another pod has it.
+    /// Another pod has it.
     pub(super) fn granted(&mut self, address: &str, node: &str, pod: &str) -> Result<(), String> {
         match self.addresses.insert(address.to_owned(), (node.to_owned(), pod.to_owned())) {
             Some((other, held)) if other != node || held != pod => {
-                Err(format!("{address} of pod {held} on {other} is given to pod {pod} on {node}"))
+                Err(format!("{address} of pod {held} on {other} is allocated to pod {pod} on {node}"))
             }
             _ => Ok(()),
         }
     }
 
-    /// The pods of a machine whose names match are gone.
+    /// The pods of a machine with matching names are deleted.
     pub(super) fn ended(&mut self, node: &str, pod: Option<&str>) {
         self.addresses.retain(|_, (on, held)| on != node || pod.is_some_and(|pod| pod != held));
     }
 
-    /// A machine is gone, with its pods.
+    /// A machine is lost, with its pods.
     pub(super) fn machine_gone(&mut self, name: &str) {
         self.used.remove(name);
         self.ended(name, None);
@@ -189,7 +189,7 @@ impl Judge {
         self.recorded.get(name).is_some_and(|blocks| blocks.contains(block))
     }
 
-    /// The API server went back to an older state, with these CiliumNodes and these records.
+    /// The API server was restored to an older state, with these CiliumNodes and records.
     pub(super) fn restored(&mut self, objects: &[Value], kept: Option<&Value>, backup: Timestamp) {
         self.recorded = kept.map(records).unwrap_or_default();
         self.listed = objects
@@ -199,16 +199,16 @@ impl Judge {
                 (name.to_owned(), blocks(object))
             })
             .collect();
-        // What was deleted since is there again, or was forgotten with the rest.
+        // What was deleted since exists again, or was lost with the rest.
         self.resting.retain(|rest| rest.since <= backup);
     }
 
-    /// Whether people wrote into this object, or what it lists into another one.
+    /// Whether an administrator wrote to this object, or wrote a pod CIDR of it to another one.
     pub(super) fn is_touched(&self, name: &str, listed: &BTreeSet<Ipv4Net>) -> bool {
         self.by_hand.iter().any(|(node, written)| node == name || listed.iter().any(|block| overlap(written, block)))
     }
 
-    /// The block that a machine uses.
+    /// The pod CIDR that a machine uses.
     pub(super) fn used_by(&self, name: &str) -> Option<Ipv4Net> {
         self.used.get(name).copied()
     }

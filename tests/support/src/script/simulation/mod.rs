@@ -1,28 +1,28 @@
-//! A script that a seed writes: the real agents and operators of a small cluster through random bad days, with the rules
-//! of block allocation checked at every write.
+//! Simulation: random faults for the real agents and operators of a small cluster, generated from a seed, with the
+//! invariants of pod CIDR allocation checked at every write.
 //!
 //! ```text
 //!  seed ─► story ─ commands ─► World ─ changes, pools ─► judge
 //! ```
 //!
-//! First comes the *story*: nodes join, go and come back, operators are killed, paused past their Lease or cut off, the API
-//! server fails in every way it knows, forgets its history, goes back to a backup. Then the bad days end, and everything
-//! must come to rest. What is judged:
+//! First the *story*: nodes are added, removed and re-added, operators are killed, paused past their Lease or
+//! disconnected, the API server fails in every way it can, compacts its history, is restored from a backup. Then faults
+//! end, and the cluster must become stable. The invariants:
 //!
-//! * No block is given to a node while another node lists it, uses it or has lost it less than the quarantine ago,
-//!   whoever leads, and no pod gets an address that another pod has.
-//! * The block of a node never changes while its pods have addresses.
-//! * After the bad days every node has a block, or the reason why the pool has none; the objects of nodes that are gone
-//!   go; and then nothing is written any more but Leases, events, and once each Node's condition.
+//! * No pod CIDR is assigned to a node while another node lists it, uses it or lost it less than the quarantine ago,
+//!   under any leader, and no pod gets an address that another pod has.
+//! * The pod CIDR of a node never changes while its pods have addresses.
+//! * After the faults every node has a pod CIDR, or the reason why the pool has none; objects of deleted nodes are
+//!   deleted; then nothing is written any more except Leases, events, and once each Node's condition.
 //!
-//! Equal seeds give equal runs: every choice follows from the seed and the runtime's clock. That holds where the seed may
-//! decide about tokio's own draws too ([`REPLAYS`]); elsewhere runs are nearly equal.
+//! Equal seeds give equal runs: every choice is derived from the seed and the runtime's clock. This requires that
+//! tokio's own random choices are derived from the seed, too ([`REPLAYS`]); otherwise runs are nearly equal.
 //!
-//! # What a green run does not prove
+//! # Limits
 //!
-//! Machines have no datapath here (masquerading does not look at who gives blocks). A paused process is one whose packets
-//! are held ([`crate::apiserver::Link::Held`]): what it sent before its deadline arrives long after it, but its own timers
-//! go on, so that it does not miss its deadline by being paused. A dead machine's pods end with it.
+//! Machines have no datapath here (masquerading is independent of pod CIDR allocation). A paused process is one whose
+//! packets are held ([`crate::apiserver::Link::Held`]): what it sent before its deadline arrives long after it, but its
+//! own timers continue, so that it does not miss its deadline because of the pause. A lost machine's pods end with it.
 
 mod judge;
 mod story;
@@ -32,34 +32,33 @@ use std::time::Duration;
 
 use story::Story;
 
-/// How long the block of a deleted node rests in a simulation.
+/// Quarantine of a deleted node's pod CIDR in a simulation.
 const QUARANTINE: Duration = Duration::from_secs(40);
 
-/// How many of the last lines of the log, and of the last API calls, a failure shows.
+/// Number of the last lines of the log, and of the last API calls, shown for a failure.
 const SHOWN: usize = 150;
 
 /// Whether this build replays a seed exactly.
 pub const REPLAYS: bool = cfg!(tokio_unstable);
 
-/// What became of one seed.
+/// Result of a seed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Report {
-    /// A number that follows from everything that happened: what befell the cluster, every call, every object that was
-    /// written, every address of a pod.
+    /// A hash of everything that happened: faults, all calls, all written objects, all addresses of pods.
     pub trace: u64,
-    /// Everything that happened.
+    /// Log of everything that happened.
     pub log: Vec<String>,
 }
 
-/// Runs the simulation of one seed.
+/// Runs the simulation of a seed.
 ///
 /// # Errors
-/// The rule that was broken, with what led to it.
+/// The violated invariant, with the preceding log.
 pub fn run(seed: u64) -> Result<Report, String> {
     let runtime = super::runtime(seed).map_err(|error| error.to_string())?;
     runtime.block_on(async {
         let mut story = Story::begin(seed)?;
-        let outcome = story.tell().await;
+        let outcome = story.run_story().await;
         let calls = story.take_calls();
         let (log, trace) = story.into_log();
         match outcome {

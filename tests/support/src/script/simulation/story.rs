@@ -1,4 +1,4 @@
-//! What happens to a cluster, drawn from the seed.
+//! The events of a simulated cluster, generated from the seed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -19,26 +19,26 @@ use crate::script::commands;
 use crate::script::world::World;
 use crate::script::{fnv1a, fnv1a_after};
 
-/// How often changes are looked at.
+/// Interval of checks.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// How long everything may take to come to rest: a quarantine, a Lease, the longest back-offs, one after the other.
+/// Time limit for becoming stable: a quarantine, a Lease, the longest back-offs, one after the other.
 const REST_BOUND: Duration = Duration::from_secs(300);
 
-/// A list that is not answered has to end first, or a Lease, and the retries after it; 70 s later the new leader looks
-/// whether a write of the former one arrived late.
+/// A list without an answer, or a Lease, must time out first, and then the retries; 70 s later the new leader checks
+/// for late writes of the former one.
 const TAKE_OVER: Duration = Duration::from_secs(120);
 
-/// An API server is stopped for this long to restore a backup; so long that every Lease ends.
+/// Time for which the API server is stopped to restore a backup; long enough for Leases to expire.
 const OUTAGE: std::ops::Range<u64> = 27..60;
 
-/// Nothing may be written for this long then.
+/// Time without writes at the end.
 const QUIET: Duration = Duration::from_secs(20);
 
-/// Prefix length of a node's block: five pods.
+/// Prefix length of a node's pod CIDR: five pods.
 const MASK: u8 = 29;
 
-/// What runs on one node.
+/// State of a node.
 #[derive(Default)]
 struct Node {
     agent: bool,
@@ -50,15 +50,15 @@ pub(super) struct Story {
     judge: Judge,
     random: SmallRng,
     log: Vec<String>,
-    /// The number of everything so far.
+    /// Hash of everything so far.
     trace: u64,
-    /// Changes up to here have been looked at.
+    /// Position up to which changes have been checked.
     revision: u64,
     nodes: BTreeMap<String, Node>,
     most_nodes: usize,
-    /// Operators, and whether they run.
+    /// Operators, and whether they are running.
     operators: BTreeMap<String, bool>,
-    /// Clients whose way to the API is blocked, and until when.
+    /// Clients whose link is down, and until when.
     blocked: BTreeMap<String, Instant>,
     pool: Vec<Ipv4Net>,
     spare: Option<Ipv4Net>,
@@ -69,13 +69,13 @@ pub(super) struct Story {
 
 impl Story {
     pub(super) fn begin(seed: u64) -> Result<Self, String> {
-        // The world draws from the seed itself.
+        // The world has its own random numbers from the seed.
         let mut random = SmallRng::seed_from_u64(seed ^ 0x0057_0127);
         let faults = *[0, 0, 5, 15, 30].choose(&mut random).unwrap_or(&0);
         let mut world = World::new(&Archive::default(), seed, faults, None).map_err(|error| error.to_string())?;
         world.datapath = false;
         world.quarantine = QUARANTINE;
-        // Most clusters are small: they go wrong in as many ways, and faster.
+        // Most clusters are small: they fail in as many ways, and faster.
         let large = random.random_bool(0.1);
         let most_nodes = if large { random.random_range(5..=12) } else { random.random_range(2..=5_usize) };
         let net = |text: &str, prefix: u8| text.parse().map(|ip| Ipv4Net::new_assert(ip, prefix));
@@ -106,7 +106,7 @@ impl Story {
         Ok(story)
     }
 
-    /// The calls since this was asked last.
+    /// The calls since the last query.
     pub(super) fn take_calls(&mut self) -> Vec<String> {
         let calls: Vec<String> = self.world.server.calls().iter().map(ToString::to_string).collect();
         self.world.server.clear_calls();
@@ -114,7 +114,7 @@ impl Story {
         calls
     }
 
-    /// What was said, and the number of everything.
+    /// Log lines, and the hash of everything.
     pub(super) fn into_log(self) -> (Vec<String>, u64) {
         (self.log, self.trace)
     }
@@ -148,12 +148,12 @@ impl Story {
         }
     }
 
-    /// Runs a command that cannot fail.
+    /// Runs a command that must succeed.
     async fn must(&mut self, command: &str) -> Result<String, String> {
         self.run(command).await.map_err(|failure| format!("{command}: {failure}"))
     }
 
-    /// Looks at what happened since.
+    /// Checks what happened since the last call.
     fn look(&mut self, hand: Hand) -> Result<(), String> {
         self.world.check_roles()?;
         let now = self.now();
@@ -177,7 +177,7 @@ impl Story {
         Ok(())
     }
 
-    /// Lets time pass.
+    /// Advances time.
     async fn pass(&mut self, time: Duration) -> Result<(), String> {
         let until = Instant::now() + time;
         while Instant::now() < until {
@@ -222,7 +222,7 @@ impl Story {
         self.chosen(names.into_iter())
     }
 
-    /// Settings as the ConfigMap has them now.
+    /// The current settings, as in the ConfigMap.
     fn write_settings(&mut self) {
         let pool: Vec<String> = self.pool.iter().map(ToString::to_string).collect();
         let settings = format!(
@@ -233,7 +233,7 @@ impl Story {
         self.world.files.insert("settings".to_owned(), settings);
     }
 
-    pub(super) async fn tell(&mut self) -> Result<(), String> {
+    pub(super) async fn run_story(&mut self) -> Result<(), String> {
         self.write_settings();
         for name in self.operators.keys().cloned().collect::<Vec<_>>() {
             self.start_operator(&name).await?;
@@ -291,7 +291,7 @@ impl Story {
 
     async fn stop_operator(&mut self, how: &str, name: &str) -> Result<(), String> {
         if how == "stop" {
-            // It would wait for answers that never come.
+            // Otherwise it would wait for answers that never arrive.
             self.open(name).await?;
         }
         self.operators.insert(name.to_owned(), false);
@@ -305,7 +305,7 @@ impl Story {
         self.stop_operator(how, &name).await
     }
 
-    /// A machine comes up and its agent starts.
+    /// Adds a machine and starts its agent.
     async fn join(&mut self) -> Result<(), String> {
         if self.nodes.len() >= self.most_nodes {
             return Ok(());
@@ -322,7 +322,7 @@ impl Story {
         self.add_machine(&name).await
     }
 
-    /// Somebody writes down which block a node is to have, before it is there: mostly one that nobody lists.
+    /// An administrator writes a node's pod CIDR before the node is added: usually one that no node lists.
     async fn claim(&mut self, name: &str) -> Result<(), String> {
         let objects = self.world.server.list("ciliumnodes").map_err(|error| error.to_string())?;
         let listed: BTreeSet<Ipv4Net> = objects.iter().flat_map(blocks).collect();
@@ -339,7 +339,7 @@ impl Story {
         self.world.files.insert("claim".to_owned(), object.to_string());
         self.look(Hand::Ours)?;
         self.say(&format!("    of {name}: {block}"));
-        // There may be an object of that name from before.
+        // There may be an earlier object of that name.
         let _ = self.run("k8s/add claim").await;
         self.look(Hand::Person)
     }
@@ -368,7 +368,7 @@ impl Story {
         self.look(Hand::Ours)
     }
 
-    /// A machine ends, and with it its pods; its Node stays until somebody deletes it.
+    /// A machine is lost with its pods; its Node remains until it is deleted.
     async fn remove_machine(&mut self, name: &str) -> Result<(), String> {
         self.kill_agent(name).await?;
         self.must(&format!("machine/remove {name}")).await?;
@@ -383,7 +383,7 @@ impl Story {
         self.look(Hand::Ours)
     }
 
-    /// A node is taken out: the Node first and the machine a little later, or the other way round.
+    /// Removes a node: the Node first and the machine a little later, or vice versa.
     async fn leave(&mut self) -> Result<(), String> {
         let Some(name) = self.a_node() else { return Ok(()) };
         let pause = Duration::from_millis(self.random.random_range(0..20_000));
@@ -397,7 +397,7 @@ impl Story {
         self.delete_node(&name).await
     }
 
-    /// Another machine under the same name.
+    /// Another machine with the same name.
     async fn replace(&mut self) -> Result<(), String> {
         let Some(name) = self.a_node() else { return Ok(()) };
         self.remove_machine(&name).await?;
@@ -420,7 +420,7 @@ impl Story {
         self.start_agent(&name).await
     }
 
-    /// A pod comes, or one goes.
+    /// Adds or deletes a pod.
     async fn pod(&mut self) -> Result<(), String> {
         let Some(name) = self.a_node() else { return Ok(()) };
         let Some(node) = self.nodes.get(&name).filter(|node| node.agent) else { return Ok(()) };
@@ -449,7 +449,7 @@ impl Story {
         Ok(())
     }
 
-    /// An operator is paused (its packets are held), or cut off.
+    /// An operator is paused (its packets are held), or disconnected.
     async fn block_operator(&mut self) -> Result<(), String> {
         let Some(name) = self.an_operator(true) else { return Ok(()) };
         let how = ["held", "held", "silent", "down"].choose(&mut self.random).copied().unwrap_or("held");
@@ -496,7 +496,7 @@ impl Story {
         Ok(())
     }
 
-    /// Everybody's writes of a kind meet conflicts, as when another controller writes the same objects all the time.
+    /// Writes of a kind get conflicts, as if another controller wrote the same objects continuously.
     async fn storm(&mut self) -> Result<(), String> {
         let times = self.random.random_range(10..60_u8);
         let verbs = ["verb=patch", "verb=update", "verb=create"];
@@ -508,7 +508,7 @@ impl Story {
         Ok(())
     }
 
-    /// A backup from before anybody led has lost that anything was given; nobody could find that out.
+    /// A backup from before the first leader loses all assignments without any trace.
     async fn back_up(&mut self) -> Result<(), String> {
         if self.records().is_none() {
             return Ok(());
@@ -522,7 +522,7 @@ impl Story {
         self.world.server.get("configmap", "kube-system", RECORDS).ok()
     }
 
-    /// The API server is stopped, goes back to the backup, and is started again.
+    /// The API server is stopped, restored from the backup, and started again.
     async fn restore(&mut self) -> Result<(), String> {
         let Some(backup) = self.backup.take() else { return Ok(()) };
         self.must("api/down").await?;
@@ -566,14 +566,14 @@ impl Story {
         Ok(())
     }
 
-    /// Somebody deletes the CiliumNode of a live node.
+    /// A client deletes the CiliumNode of a running node.
     async fn delete_object(&mut self) -> Result<(), String> {
         let Some(name) = self.a_node() else { return Ok(()) };
         let _ = self.run(&format!("k8s/delete ciliumnode {name}")).await;
         self.look(Hand::Ours)
     }
 
-    /// Somebody writes a block into an object: one of the pool, perhaps another node's.
+    /// A client writes a pod CIDR to an object: one of the pool, possibly another node's.
     async fn edit_object(&mut self) -> Result<(), String> {
         let Some(name) = self.a_node() else { return Ok(()) };
         let all: Vec<Ipv4Net> = self.all_blocks();
@@ -589,7 +589,7 @@ impl Story {
         self.pool.iter().flat_map(|net| net.subnets(MASK.max(net.prefix_len())).into_iter().flatten()).collect()
     }
 
-    /// The bad days end; everything must come to rest.
+    /// Faults end; the cluster must become stable.
     async fn come_to_rest(&mut self) -> Result<(), String> {
         self.must("faults off").await?;
         self.world.server.clear_faults();
@@ -615,7 +615,7 @@ impl Story {
         for name in orphans {
             self.delete_node(name).await?;
         }
-        // An object that never had an owner goes by the hand of who made it.
+        // An object that never had an owner is deleted by its creator.
         let objects = self.world.server.list("ciliumnodes").map_err(|error| error.to_string())?;
         let unowned = objects.iter().filter(|object| object.pointer("/metadata/ownerReferences").is_none());
         let left: Vec<String> = unowned
@@ -627,7 +627,7 @@ impl Story {
             self.look(Hand::Person)?;
         }
         let until = Instant::now() + REST_BOUND;
-        // Whoever leads now has to learn of what happened last.
+        // The current leader must have seen the last changes.
         self.pass(TAKE_OVER).await?;
         while let Err(reason) = self.at_rest() {
             if Instant::now() >= until {
@@ -641,23 +641,24 @@ impl Story {
         self.pass(QUIET).await?;
         self.at_rest()?;
         let writes = self.world.server.calls();
-        // A node's condition follows its state a little later, and another reason for one state a minute later at most.
-        let mut told = BTreeSet::new();
+        // A node's condition follows its state with a delay, and another reason of the same state a minute later at
+        // most.
+        let mut written = BTreeSet::new();
         let mut expected = |call: &Call| match (call.resource.as_str(), call.subresource.as_str()) {
-            // Events are told within their own budget.
+            // Events have their own budget.
             ("leases" | "events", _) => true,
-            ("nodes", "status") => told.insert(call.name.clone()),
+            ("nodes", "status") => written.insert(call.name.clone()),
             _ => false,
         };
-        // A call is recorded when it ends; one that began before may have hung since.
+        // A call is recorded when it ends; one that started earlier may have been blocked since.
         let begun_since = writes.iter().filter(|call| call.at >= rest);
         match begun_since.filter(|call| call.verb.is_write()).find(|call| !expected(call)) {
-            Some(call) => Err(format!("written though all is as it shall be: {call}")),
+            Some(call) => Err(format!("written although the cluster is stable: {call}")),
             None => Ok(()),
         }
     }
 
-    /// Whether everything is as it shall be.
+    /// Whether the cluster is stable.
     fn at_rest(&self) -> Result<(), String> {
         let error = |object: &Value| {
             object.pointer("/status/ipam/operator-status/error").and_then(Value::as_str).unwrap_or_default().to_owned()
@@ -674,12 +675,12 @@ impl Story {
             let conflict = self.judge.is_touched(name, &listed);
             match (listed.first(), self.judge.used_by(name)) {
                 (None, _) if error.contains("full") => full.push(name.to_owned()),
-                (None, _) => return Err(format!("{name} has no block, and its error is {error:?}")),
-                (Some(_), None) => return Err(format!("{name} does not use its block")),
+                (None, _) => return Err(format!("{name} has no pod CIDR, and its error is {error:?}")),
+                (Some(_), None) => return Err(format!("{name} does not use its pod CIDR")),
                 (Some(_), Some(used)) if !listed.contains(&used) => {
                     return Err(format!("{name} lists {listed:?} and uses {used}"));
                 }
-                // After a restore, what pods have addresses of is listed beside what the operator knows.
+                // After a restore, the pod CIDR of a node's pods is listed beside the one that the operator knows.
                 (Some(_), Some(_)) if listed.len() > 1 && self.judge.has_pods(name) => {
                     for block in &listed {
                         if !taken.insert(*block) && !conflict {
@@ -713,12 +714,12 @@ impl Story {
         }
         let resting = kept.as_ref().and_then(|map| map.pointer("/data/quarantine.json")?.as_str());
         if resting.is_some_and(|text| text != "[]") {
-            return Err(format!("blocks rest: {}", resting.unwrap_or_default()));
+            return Err(format!("pod CIDRs are quarantined: {}", resting.unwrap_or_default()));
         }
         let free = self.all_blocks().into_iter().filter(|block| !taken.contains(block)).count();
         if free > 0 && !full.is_empty() && !self.nodes.keys().any(|name| self.judge.is_touched(name, &BTreeSet::new()))
         {
-            return Err(format!("{full:?} are told that the pool is full, and {free} blocks are free"));
+            return Err(format!("{full:?} have the error that the pool is full, and {free} pod CIDRs are free"));
         }
         Ok(())
     }
