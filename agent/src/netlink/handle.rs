@@ -279,7 +279,7 @@ impl Handle {
                 Ok(message) => messages.push(message),
                 // An object that cannot be decoded must not hide all others.
                 Err(error) => {
-                    tracing::warn!(kind = what, %error, "an object in the kernel's answer cannot be decoded and is skipped")
+                    tracing::warn!(kind = what, %error, "an object in the kernel's answer cannot be decoded and is skipped");
                 }
             }
         }
