@@ -100,7 +100,7 @@ pub struct LeasedAddress {
     pub router: IpAddr,
 }
 
-/// MTU of a link whose MTU nobody named: that of Ethernet.
+/// MTU of a link without a configured MTU: that of Ethernet.
 pub const DEFAULT_MTU: u32 = 1_500;
 
 fn default_mtu() -> u32 {
@@ -177,7 +177,7 @@ pub struct DelResponse {
 }
 
 /// `POST /v1/cni/gc`: ends every lease of a network that is not in the list. With an empty list it ends those whose network
-/// namespace is gone: nothing else tells a node without pods from a runtime that has lost its state.
+/// namespace is gone: nothing else distinguishes a node without pods from a runtime that has lost its state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GcRequest {
     /// `name` of the configuration.

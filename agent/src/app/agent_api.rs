@@ -165,7 +165,7 @@ impl AgentApi for Answers {
             .await
             .map_err(failure)?;
         if let Some(lease) = &lease {
-            log_release(lease, "address given back");
+            log_release(lease, "address released");
         }
         Ok(DelResponse { released: lease.and_then(|lease| lease.addresses.ipv4) })
     }
@@ -194,7 +194,7 @@ impl AgentApi for Answers {
         let request = lease::CollectRequest { network: request.network, valid, began: request.began };
         let ended = self.endpoints.collect(request).await.map_err(failure)?;
         for lease in &ended {
-            log_release(lease, "address given back: the runtime no longer knows its holder");
+            log_release(lease, "address released: the runtime no longer knows its owner");
         }
         let released = ended.into_iter().map(|lease| lease.attachment).collect();
         Ok(GcResponse { released })

@@ -95,7 +95,7 @@ async fn carry_out(
     let QueuedDel { container_id, ifname, began, .. } = del;
     let attachment = Attachment { container_id: container_id.clone(), ifname: ifname.clone() };
     if let Some(lease) = endpoints.del(attachment, began).await? {
-        log_release(&lease, "address given back: its DEL came while no agent answered");
+        log_release(&lease, "address released: its DEL was queued while no agent answered");
     } else {
         tracing::info!(container_id, ifname, "a DEL that came while no agent answered finds no lease of its time");
     }

@@ -33,8 +33,8 @@ impl NetworkConfiguration {
     /// By the settings; `None` if the agent does not write it.
     #[must_use]
     pub fn of(settings: &Settings) -> Option<Self> {
-        let somebody_else = settings.custom_cni_conf && settings.read_cni_conf.is_none();
-        let path = settings.write_cni_conf_when_ready.clone().filter(|_| !somebody_else)?;
+        let by_another = settings.custom_cni_conf && settings.read_cni_conf.is_none();
+        let path = settings.write_cni_conf_when_ready.clone().filter(|_| !by_another)?;
         Some(Self {
             path,
             custom: settings.read_cni_conf.clone(),

@@ -49,7 +49,7 @@ impl FormerPool {
     }
 }
 
-/// What was known last.
+/// The last known state.
 pub struct Seeded {
     /// The nodes of the cluster.
     pub peers: Arc<Table<String, PeerRow>>,
@@ -116,7 +116,7 @@ const DISK_RETRY: Duration = Duration::from_secs(5);
 /// Name of the wait for a failing disk.
 pub const WAIT: &str = "node state on disk";
 
-/// Keeps the files equal to the tables until dropped. A disk that refuses is tried again.
+/// Keeps the files equal to the tables until dropped. Failed writes are retried.
 pub async fn run(
     state: StateDir,
     Seeded { peers, former }: Seeded,
@@ -213,7 +213,7 @@ mod tests {
             assert_eq!(text.contains("10.33.0.0/26"), refuses, "{text}");
             assert!(text.contains("10.33.0.64/26"));
         }
-        // A record that is there counts.
+        // An existing record has precedence.
         std::fs::write(dir.path().join(NODE), FORMER).unwrap();
         let mut records = vec![Record::Grant(Grant::new("10.44.0.0/26".parse().unwrap()))];
         drop(tables(&state, &findings, &mut records, &mut store));

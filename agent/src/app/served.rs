@@ -1,4 +1,4 @@
-//! Says to CNI STATUS that this node serves pods (`cistern_core::cni::served`).
+//! Records for CNI STATUS that this node serves pods (`cistern_core::cni::served`).
 
 use super::node_status::NodeStatus;
 use crate::clock;
@@ -9,16 +9,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::Mutex;
 
-/// Until the node serves for the first time, readiness is looked at this often.
+/// Interval of the readiness check until the node serves for the first time.
 const UNTIL_READY: Duration = Duration::from_millis(200);
 
-/// How often the file is written while the node serves.
+/// Interval at which the file is written while the node serves.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// The file, and whether this agent has written it. Clones share both.
 #[derive(Debug, Clone, Default)]
 pub struct ServedMarker {
-    /// None where no plugin looks for the file.
+    /// `None` if no plugin reads the file.
     boot: Option<BootMarker>,
     marked: Arc<AtomicBool>,
     writing: Arc<Mutex<()>>,

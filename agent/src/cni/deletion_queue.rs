@@ -1,4 +1,4 @@
-//! DELs that no agent carried out, on disk until one does (`ipam` P10).
+//! DELs queued on disk until an agent executes them (`ipam` P10).
 //!
 //! One file for each attachment, named by a hash of it, so that a repeated DEL is one file. The plugin holds the lock
 //! shared while it writes, the agent exclusively while it reads: a DEL is either seen by the agent's replay or finds the
@@ -54,7 +54,7 @@ pub struct QueuedDel {
     pub ifname: String,
 }
 
-/// An entry as it is written.
+/// An entry as stored.
 #[derive(Serialize)]
 struct Document<'a> {
     #[serde(flatten)]
@@ -88,7 +88,7 @@ fn del_kind() -> String {
 pub struct Kept {
     /// Its file.
     pub path: PathBuf,
-    /// Why it is not carried out.
+    /// Why it is not executed.
     pub reason: String,
     /// It is of another build, which understands it.
     pub is_foreign: bool,
@@ -99,7 +99,7 @@ pub struct Kept {
 pub struct Listed {
     /// DELs with their files, the one that waits longest first.
     pub dels: Vec<(PathBuf, QueuedDel)>,
-    /// The others.
+    /// All other entries.
     pub kept: Vec<Kept>,
 }
 
@@ -220,10 +220,10 @@ impl DeletionQueue {
         std::fs::rename(&temporary, &path).map_err(io("rename", &path))
     }
 
-    /// What waits.
+    /// The queued entries.
     ///
     /// # Errors
-    /// When the directory cannot be read.
+    /// The directory cannot be read.
     pub fn list(&self) -> Result<Listed, QueueError> {
         let mut listed = Listed::default();
         for path in self.files(is_del)? {
@@ -236,10 +236,10 @@ impl DeletionQueue {
         Ok(listed)
     }
 
-    /// Removes the file of a DEL that was carried out.
+    /// Removes the file of an executed DEL.
     ///
     /// # Errors
-    /// When the file cannot be removed.
+    /// The file cannot be removed.
     pub fn remove(&self, path: &Path) -> Result<(), QueueError> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(io("remove", path)(error)),

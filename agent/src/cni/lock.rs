@@ -17,17 +17,17 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Where the locks are, whatever a configuration says: an ADD and its DEL may come with different ones.
+/// Path of the lock file, independent of the configuration: an ADD and its DEL may come with different ones.
 pub const LOCK_FILE: &str = "/run/cistern/attachments.lock";
 
 /// How long a call waits for the one before it. With what an ADD waits for the agent it stays below the two minutes that
 /// kubelet allows a call of the runtime by default (`runtimeRequestTimeout`).
 pub(super) const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A lock that is not free is tried again after this long.
+/// Retry interval for a lock that is not free.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A lock that was not taken.
+/// The lock was not acquired.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LockError {
     /// Another call holds it.
@@ -38,7 +38,7 @@ pub(super) enum LockError {
     Busy {
         /// Container and interface.
         attachment: String,
-        /// How long it was waited for.
+        /// Duration of the wait.
         patience: Duration,
         /// The file.
         path: PathBuf,
@@ -55,7 +55,7 @@ pub(super) enum LockError {
     },
 }
 
-/// While it lives, no other call is at work on the attachment.
+/// Excludes other calls for the attachment until dropped.
 #[derive(Debug)]
 pub(super) struct AttachmentLock {
     _file: File,
@@ -74,7 +74,7 @@ impl AttachmentLock {
         loop {
             let file = open(path)?;
             match fcntl(&file, FcntlArg::F_OFD_SETLK(&range)) {
-                // A lock in a file that was removed meanwhile keeps out nobody who opens the new one.
+                // A lock in a file that was removed meanwhile does not exclude callers that open the new one.
                 Ok(_) if is_at(&file, path) => return Ok(Self { _file: file }),
                 Ok(_) => {}
                 Err(Errno::EAGAIN | Errno::EACCES | Errno::EINTR) => std::thread::sleep(RETRY_INTERVAL),

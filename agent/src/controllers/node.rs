@@ -24,8 +24,9 @@ pub struct Inputs {
     pub intent: Reader<(), CiliumNodeIntent>,
 }
 
-/// Follows the Node, the router address and what the IPAM mode writes, and publishes the desired object under the node's name. Without a
-/// Node there is none: made for a node that is being taken away, it would belong to nobody, and keep its block for ever.
+/// Publishes the desired CiliumNode under the node's name, from the Node, the router address and the intent of the IPAM
+/// mode. Without a Node there is none: created for a node that is being removed, it would have no owner and keep its pod
+/// CIDR forever.
 pub async fn run(inputs: Inputs, desired: Arc<Table<String, OwnCiliumNode>>, waits: Waits) {
     let Inputs { node, mut nodes, mut network, mut router, mut intent } = inputs;
     loop {

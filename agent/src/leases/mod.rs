@@ -182,7 +182,7 @@ pub struct Parts {
     pub waits: Waits,
     /// Findings of the audit.
     pub findings: Findings,
-    /// The machine's current boot, as in [`Moment`].
+    /// The machine's current boot, as in [`Moment`](cistern_core::moment::Moment).
     pub boot: String,
     /// Clock of the leases: monotonic, also across restarts.
     pub clock: Clock,

@@ -1,4 +1,4 @@
-//! What may be allocated: the mode's plan, from the tables and from what is granted and held now.
+//! The supply of addresses: the mode's plan, from the tables and from what is granted and held now.
 
 use super::task::Task;
 use crate::tables::findings::Found;
@@ -87,12 +87,12 @@ impl Task {
         }
     }
 
-    /// Whether the disk refuses a pod CIDR.
+    /// Whether a pod CIDR could not be written to disk.
     pub(super) fn owes_grant(&self) -> bool {
         self.owed.keys().any(|key| matches!(key, RecordKey::Grant(..)))
     }
 
-    /// Everything that has an address of this node; none while pods without a record are not known.
+    /// All holders of an address of this node; `None` while pods without a record are not known.
     fn held_now(&self) -> Option<BTreeSet<IpAddr>> {
         if !self.parts.network.peek().synced {
             return None;
@@ -170,7 +170,7 @@ impl Task {
         );
     }
 
-    /// What lies around the pods, as the tables say now.
+    /// The surroundings of the pods, from the current tables.
     fn surroundings(&self, seen: &NetworkRow) -> Surroundings {
         let addresses = seen
             .links

@@ -112,7 +112,7 @@ fn not_durable(reason: &str) -> String {
 }
 
 impl Task {
-    /// Takes up the pods that only the datapath tells of, when records were lost: their interfaces are another plugin's, so
+    /// Takes up the pods that only the datapath knows, when records were lost: their interfaces are another plugin's, so
     /// no device shows them.
     fn adopt(&mut self) {
         let known = self.parts.known_endpoints.clone();

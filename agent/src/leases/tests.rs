@@ -33,10 +33,10 @@ impl Host for Quiet {
     }
 }
 
-/// A mode that grants what the test says, and writes the pod CIDR to the list when it is told to.
-struct Told(Arc<Mutex<Supply>>);
+/// A mode that grants what the test says, and writes the pod CIDR to the list on request.
+struct Scripted(Arc<Mutex<Supply>>);
 
-impl NodeMode for Told {
+impl NodeMode for Scripted {
     fn plan(&self, input: &NodeInput<'_>, _now: Timestamp) -> NodePlan {
         let supply = self.0.lock().unwrap().clone();
         let pod_cidrs = supply.grants().map(|grant| grant.net.to_string()).collect();
@@ -128,7 +128,7 @@ impl Rig {
             }),
             store: Box::new(disk.clone()),
             map: None,
-            mode: Box::new(Told(Arc::clone(&supply))),
+            mode: Box::new(Scripted(Arc::clone(&supply))),
             cilium_nodes: cilium_nodes.reader(),
             network: network.reader(),
             peers: peers.reader(),
@@ -278,7 +278,7 @@ async fn with_every_record_lost_the_router_address_of_the_pods_stays_and_their_a
     }
     let rows = rig.ask.view().await.unwrap().rows;
     assert!([address, plugin].iter().all(|held| rows.iter().any(|row| row.address == IpAddr::V4(*held))), "{rows:?}");
-    // A lease to come is told apart from those that were named before.
+    // A lease to come is distinguished from those that were named before.
     assert!(rig.ask.add(request(None)).await.unwrap().lease.generation > 9);
 }
 

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_told() {
+    fn lines_are_reported() {
         let source = parse(PathBuf::from("a.rs"), "use crate::{\n    api,\n    cni::x,\n};\n").unwrap();
         let lines: Vec<usize> = references(&source.tokens, &[]).iter().map(|reference| reference.line).collect();
         assert_eq!(lines, [2, 3]);

@@ -4,7 +4,7 @@
 //!
 //! | verb | needs | what is wrong with the rest |
 //! |---|---|---|
-//! | ADD, CHECK, STATUS | every field that ADD uses | is refused by field, value and expectation |
+//! | ADD, CHECK, STATUS | every field that ADD uses | is refused with field, value and expectation |
 //! | GC | `cniVersion`, `name`, the list of valid attachments | is ignored |
 //! | DEL, VERSION | nothing | is ignored |
 //!
@@ -25,15 +25,15 @@ pub enum Role {
     Ipam,
 }
 
-/// Standard input, as far as it is a JSON object.
+/// Standard input, if it is a JSON object.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Input {
     fields: Map<String, Value>,
-    /// Why it is no JSON object.
+    /// Why it is not a JSON object.
     unusable: Option<String>,
 }
 
-/// A configuration that ADD can be carried out with.
+/// A configuration that is valid for ADD.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NetConf {
     /// Version of the configuration and of the result.
@@ -42,35 +42,35 @@ pub struct NetConf {
     pub name: String,
     /// The plugin that creates the interface.
     pub plugin: String,
-    /// What we are called for.
+    /// Our role.
     pub role: Role,
-    /// MTU of the pod's interface in bytes; without it the agent's.
+    /// MTU of the pod's interface in bytes; default: the agent's.
     pub mtu: Option<u32>,
     /// Result of the previous plugin, or of ADD.
     pub prev_result: Option<Value>,
     /// DNS settings, passed through.
     pub dns: Option<Value>,
-    /// Where the agent and the queue are.
+    /// Paths of the agent's socket and of the queue.
     pub paths: Paths,
 }
 
 /// Paths that a configuration may name; Cistern's own fields.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Paths {
-    /// `socket-path`: where the agent listens, when not at the usual place.
+    /// `socket-path`: the agent's socket, if not the default.
     pub socket: Option<PathBuf>,
-    /// `queue-dir`: where DELs wait while the agent is away, when not at the usual place.
+    /// `queue-dir`: the directory for DELs queued while the agent is down, if not the default.
     pub queue: Option<PathBuf>,
 }
 
-/// What GC is about.
+/// The input of GC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Garbage {
     /// Name of the network.
     pub network: String,
     /// Attachments of the network that are in use.
     pub valid: Vec<ValidAttachment>,
-    /// Where the agent is.
+    /// Path of the agent's socket.
     pub paths: Paths,
 }
 
@@ -107,7 +107,7 @@ impl NetConf {
 }
 
 impl Input {
-    /// Takes up what was read from standard input.
+    /// Parses standard input.
     #[must_use]
     pub fn read(stdin: &[u8]) -> Self {
         match serde_json::from_slice::<Map<String, Value>>(stdin) {
@@ -116,7 +116,7 @@ impl Input {
         }
     }
 
-    /// An object that was read elsewhere.
+    /// Wraps an object that is parsed already.
     #[must_use]
     pub fn of(fields: Map<String, Value>) -> Self {
         Self { fields, unusable: None }
@@ -128,12 +128,12 @@ impl Input {
         Self { fields: Map::new(), unusable: Some(reason.into()) }
     }
 
-    /// The value of a field; `null` is as good as none.
+    /// The value of a field; `null` counts as absent.
     fn given(&self, field: &str) -> Option<&Value> {
         self.fields.get(field).filter(|value| !value.is_null())
     }
 
-    /// The version that errors are written in: the one asked for where it is spoken, else the newest.
+    /// The version that errors are written in: the requested one if supported, else the newest.
     #[must_use]
     pub fn answer_version(&self) -> Version {
         self.version().unwrap_or(Version::NEWEST)
@@ -149,7 +149,7 @@ impl Input {
     /// The version of the configuration.
     ///
     /// # Errors
-    /// [`Code::Decode`] for no JSON object, [`Code::Version`] for a version that is not spoken.
+    /// [`Code::Decode`] for no JSON object, [`Code::Version`] for a version that is not supported.
     pub fn version(&self) -> Result<Version, Failure> {
         self.usable()?;
         self.given("cniVersion").and_then(Value::as_str).and_then(Version::parse).ok_or_else(|| {
@@ -186,7 +186,7 @@ impl Input {
         })
     }
 
-    /// The paths that are usable; of the others the usual ones are in force.
+    /// The valid paths; defaults replace the others.
     #[must_use]
     pub fn usable_paths(&self) -> Paths {
         Paths {
@@ -195,7 +195,7 @@ impl Input {
         }
     }
 
-    /// What GC is about.
+    /// The input of GC.
     ///
     /// # Errors
     /// Unless the network and every attachment of the list are known, nothing may be released.
@@ -240,7 +240,7 @@ impl Input {
             .ok_or_else(|| wrong("name", value, "a network name of letters, digits, '_', '.' and '-'"))
     }
 
-    /// The plugin that creates the interface, and what we are called for.
+    /// The plugin that creates the interface, and our role.
     fn role(&self) -> Result<(String, Role), Failure> {
         let is_ours = |name: &str| NAMES.contains(&name);
         let text = |field: &str, value: Option<&Value>| match value {

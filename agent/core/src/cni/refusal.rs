@@ -5,12 +5,12 @@
 
 use std::fmt;
 
-/// Why a call was refused. Nothing that it asked for was done.
+/// Why a call was refused. The call had no effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Refusal {
     /// The node has no pod CIDR yet.
     WaitingForPodCidr,
-    /// New addresses are held back, with the reason in the message.
+    /// Allocation is suspended; the message has the reason.
     HeldBack,
     /// There is no address for the router.
     NoRouter,
@@ -18,17 +18,17 @@ pub enum Refusal {
     RouterNotSet,
     /// The agent is shutting down.
     ShuttingDown,
-    /// Every address of the pool is taken.
+    /// The pool is exhausted.
     PoolExhausted,
-    /// The DEL of this attachment came before its ADD.
+    /// The DEL of this attachment arrived before its ADD.
     OvertakenByDel,
     /// The attachment holds no lease.
     NoLease,
-    /// The lease was allocated again since.
+    /// The lease was reallocated since.
     OtherGeneration,
     /// The lease records cannot be written.
     NotDurable,
-    /// The kernel map does not take the endpoint.
+    /// The endpoint cannot be added to the kernel map.
     Datapath,
     /// The lease has no IPv4 address.
     NoIpv4,
@@ -50,11 +50,11 @@ pub enum Refusal {
     NoTimer,
     /// The timer of the address has another UUID.
     OtherTimer,
-    /// The request cannot be read.
+    /// The request cannot be parsed.
     BadRequest,
     /// The family is neither `ipv4` nor `ipv6`.
     BadFamily,
-    /// The text is no IP address.
+    /// The text is not an IP address.
     InvalidIp,
     /// The call needs the name of a pool.
     PoolRequired,
@@ -64,11 +64,11 @@ pub enum Refusal {
     NoDatapath,
     /// The API has no such path.
     NoSuchPath,
-    /// Refused for another reason, which the message has.
+    /// Another reason; see the message.
     Refused,
 }
 
-/// What follows from a refusal.
+/// The consequences of a refusal.
 struct Meaning {
     code: &'static str,
     /// HTTP status.
@@ -85,7 +85,7 @@ enum When {
     Starting,
     /// The agent reports what it waits for as a wait, a condition or an event.
     Waiting,
-    /// The call itself is the matter.
+    /// The call itself is invalid.
     Always,
 }
 
@@ -94,7 +94,7 @@ const fn meaning(code: &'static str, status: u16, retryable: bool, when: When) -
 }
 
 impl Refusal {
-    /// Every one.
+    /// All codes.
     pub const ALL: [Self; 29] = [
         Self::WaitingForPodCidr,
         Self::HeldBack,
@@ -167,13 +167,13 @@ impl Refusal {
         self.meaning().code
     }
 
-    /// Reads a code. None for one of another build.
+    /// Parses a code. `None` for an unknown code of another build.
     #[must_use]
     pub fn from_code(code: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|refusal| refusal.code() == code)
     }
 
-    /// The HTTP status that it is answered with.
+    /// The HTTP status of the answer.
     #[must_use]
     pub const fn status(self) -> u16 {
         self.meaning().status
@@ -210,7 +210,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// What plugins of the first release and dashboards know.
+    /// The codes on which plugins of the first release and dashboards depend.
     #[test]
     fn codes_of_the_first_release_keep_code_status_and_retry() {
         for (code, status, retryable) in [

@@ -1,4 +1,4 @@
-//! The file by which CNI STATUS tells an agent that restarts from a node that cannot serve pods (`ipam` decision 6).
+//! The file by which CNI STATUS distinguishes a restarting agent from a node that cannot serve pods (`ipam` decision 6).
 //!
 //! The agent writes it while it serves; it lies below `/run`, so that it does not outlive the boot. Its age is counted by the
 //! kernel's time since the boot: the wall clock is set, back too. Agents of the first release left the file empty; the age of those is

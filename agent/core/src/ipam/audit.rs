@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn host_sides_are_told_by_their_names() {
+    fn host_sides_are_recognised_by_their_names() {
         assert!(is_host_side(LINK));
         for other in ["cst", "cst7", "cst-c1", "cstore0", "cst0123456789ab", "veth0"] {
             assert!(!is_host_side(other), "{other}");

@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_of_address_is_told_apart() {
+    fn each_kind_of_address_is_distinguished() {
         let pod = Pod { namespace: "default".into(), name: "web".into(), uid: None };
         let rows = [
             Row { pod: Some(pod), ..row("10.244.1.5", RowState::Confirmed, "c1/eth0") },
@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_of_node_is_told_apart() {
+    fn each_kind_of_node_is_distinguished() {
         let nodes = [
             known("fine", &["10.1.0.0/24"]),
             known("new", &[]),

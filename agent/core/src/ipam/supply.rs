@@ -1,4 +1,4 @@
-//! What a node may allocate from: pools by name and family, each made of pod CIDRs or of single addresses.
+//! The address supply of a node: pools by name and family, each made of pod CIDRs or of single addresses.
 //!
 //! A [`NodeMode`](crate::ipam::node::NodeMode) plans the [`Supply`]. The owner of the leases takes it over
 //! ([`Leases::set_supply`](crate::ipam::lease::Leases::set_supply)), keeps its pod CIDRs as records in the same journal as
@@ -21,9 +21,9 @@ pub const DEFAULT_POOL: &str = "default";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GrantState {
-    /// They are.
+    /// New addresses are allocated from it.
     Active,
-    /// No more; the pod CIDR is given up as soon as that is safe.
+    /// No new address is allocated; the pod CIDR is released as soon as that is safe.
     Draining,
 }
 
@@ -52,19 +52,19 @@ impl Grant {
         Self { pool, net: net.trunc(), state: GrantState::Active, node_uid: None, confirmed: false }
     }
 
-    /// Whether the record of both reads the same.
+    /// Whether both have the same record.
     pub(crate) fn is_recorded_as(&self, other: &Self) -> bool {
         let fields = |grant: &Self| (grant.pool.clone(), grant.net, grant.state, grant.node_uid.clone());
         fields(self) == fields(other)
     }
 }
 
-/// What the addresses of a pool and family are.
+/// The addresses of a pool and family.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// All of these pod CIDRs.
+    /// All addresses of these pod CIDRs.
     PodCidrs(Vec<Grant>),
-    /// These alone.
+    /// Only these addresses.
     Addresses(BTreeSet<IpAddr>),
 }
 
@@ -73,7 +73,7 @@ pub enum Source {
 pub struct PoolSupply {
     /// Its addresses.
     pub source: Source,
-    /// Why none of them is allocated at present, with the fix. Pods that have one keep it.
+    /// Why none of them is allocated at present, with the remedy. Pods keep their addresses.
     pub blocked: Option<String>,
 }
 
@@ -104,7 +104,7 @@ impl Supply {
         }
     }
 
-    /// Sets what a pool has of a family.
+    /// Sets the source of a family of a pool.
     pub fn set(&mut self, pool: impl Into<String>, family: Family, supply: PoolSupply) {
         self.pools.insert((pool.into(), family), supply);
     }
@@ -116,7 +116,7 @@ impl Supply {
         }
     }
 
-    /// Whether there is nothing to allocate from.
+    /// Whether the supply is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.pools.is_empty()
@@ -143,7 +143,7 @@ impl Supply {
         of_pool().find(|grant| grant.state == GrantState::Active).or_else(|| of_pool().next())
     }
 
-    /// Why a pool gives no address of a family, if the plan says so.
+    /// Why no address of this pool and family is allocated, if the plan blocks it.
     #[must_use]
     pub fn blocked(&self, pool: &str, family: Family) -> Option<&str> {
         self.pools.get(&(pool.to_owned(), family))?.blocked.as_deref()
@@ -163,7 +163,7 @@ impl Supply {
         })
     }
 
-    /// Whether the same addresses are allocated from, blocked or not.
+    /// Whether both have the same addresses, blocked or not.
     pub(crate) fn has_same_addresses(&self, other: &Self) -> bool {
         let same = |one: &PoolSupply, other: &PoolSupply| match (&one.source, &other.source) {
             (Source::PodCidrs(one), Source::PodCidrs(other)) => {
@@ -177,41 +177,41 @@ impl Supply {
     }
 }
 
-/// Which addresses of a pod CIDR, or of a set of addresses, are free, and which are not.
+/// State of the addresses of a pod CIDR or of a set of addresses.
 pub trait Allocator: fmt::Debug + Send {
-    /// Whether the address is one that this allocator has.
+    /// Whether the allocator contains the address.
     fn usable(&self, address: IpAddr) -> bool;
 
     /// Keeps an address from being allocated, under a label such as `router`. An address that this allocator does not have
     /// needs no keeping and is accepted.
     ///
     /// # Errors
-    /// When it is held or excluded already; the quarantine of an address ends by this.
+    /// The address is allocated or excluded already. Its quarantine, if any, ends.
     fn exclude(&mut self, address: IpAddr, label: &str) -> Result<(), AddressError>;
 
     /// Allocates a free address to `owner`, chosen by the random number `draw`. When none is free, the one that has been in
     /// quarantine longest.
     ///
     /// # Errors
-    /// When everything is held or excluded.
+    /// All addresses are allocated or excluded.
     fn allocate_next(&mut self, owner: &str, now: Timestamp, draw: u64) -> Result<IpAddr, AddressError>;
 
     /// Allocates this address to `owner`.
     ///
     /// # Errors
-    /// Not usable here, held, excluded (the error names for what), or in quarantine.
+    /// The address is not usable here, allocated, excluded (the error contains the label), or quarantined.
     fn allocate(&mut self, address: IpAddr, owner: &str, now: Timestamp) -> Result<(), AddressError>;
 
-    /// Frees an address at once: it was not answered to any caller yet.
+    /// Frees an address without quarantine, because no caller has received it yet.
     ///
     /// # Errors
-    /// When `owner` does not hold it. Nothing changes then.
+    /// `owner` does not hold it. Nothing changes then.
     fn undo(&mut self, address: IpAddr, owner: &str) -> Result<(), AddressError>;
 
     /// Releases an address; it is in quarantine until `until`.
     ///
     /// # Errors
-    /// When `owner` does not hold it. Nothing changes then.
+    /// `owner` does not hold it. Nothing changes then.
     fn release(&mut self, address: IpAddr, owner: &str, now: Timestamp, until: Timestamp) -> Result<(), AddressError>;
 
     /// Restores a recorded quarantine. Returns false, and changes nothing, when the address is not usable here or is not
@@ -228,7 +228,7 @@ pub trait Allocator: fmt::Debug + Send {
 #[derive(Debug)]
 struct Member {
     allocator: Box<dyn Allocator>,
-    /// The pod CIDR, where it is one.
+    /// The pod CIDR, if it is one.
     net: Option<IpNet>,
 }
 
@@ -253,7 +253,7 @@ pub struct Pools {
 }
 
 impl Pools {
-    /// Allocators in which everything usable is free.
+    /// Creates allocators in which all usable addresses are free.
     #[must_use]
     pub fn new(supply: &Supply) -> Self {
         let members = |pool: &PoolSupply| match &pool.source {
@@ -343,10 +343,10 @@ impl Pools {
         members.get_mut(at).map_or(Err(disabled), |member| member.allocator.allocate(address, owner, now))
     }
 
-    /// Allocates an address of a pool and family: from the first allocator that has one to give.
+    /// Allocates an address of a pool and family: from the first allocator with an available address.
     ///
     /// # Errors
-    /// What the first one says when none has.
+    /// The error of the first allocator, if none has one.
     pub fn allocate_one(
         &mut self,
         pool: &str,
@@ -371,7 +371,7 @@ impl Pools {
     /// address is free again (`ipam` 2.1.1).
     ///
     /// # Errors
-    /// When one of the families cannot give an address; nothing is allocated then.
+    /// One of the families has no available address; nothing is allocated then.
     pub fn allocate_next(
         &mut self,
         pool: &str,

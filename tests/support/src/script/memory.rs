@@ -217,7 +217,7 @@ pub(super) struct Machine {
     records: Rows<RecordKey, Record>,
     full: Arc<AtomicBool>,
     crash: Arc<Mutex<Option<u32>>>,
-    /// Every file was lost: the devices of pods are shown, since nothing else tells of them.
+    /// Every file was lost: the devices of pods are shown, since nothing else shows them.
     lost: AtomicBool,
     namespaces: Arc<Mutex<BTreeSet<String>>>,
     rebooted: AtomicBool,

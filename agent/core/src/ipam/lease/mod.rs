@@ -388,7 +388,7 @@ impl Leases {
     }
 
     /// Records the pod that the datapath knows at an address and that no record names, because its record was lost: an
-    /// interface that another plugin attached, so that no device tells of it. It keeps its generation, to which its flows belong, and its address until the reboot, which
+    /// interface that another plugin attached, so that no device shows it. It keeps its generation, to which its flows belong, and its address until the reboot, which
     /// no pod outlives.
     pub fn adopt(&mut self, address: IpAddr, generation: u64, now: Timestamp) -> Outcome<Option<PodLease>> {
         let mut changes = self.expire(now);

@@ -22,7 +22,7 @@ pub struct Exclusion {
     pub label: String,
 }
 
-/// What lies around the pods on this node.
+/// The surroundings of the pods on this node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Surroundings {
     /// Addresses that must not be allocated to pods.
@@ -34,7 +34,7 @@ pub struct Surroundings {
     pub seen_routers: Vec<Addresses>,
 }
 
-/// What became of a [`Supply`] that was handed over.
+/// The result of setting a [`Supply`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Accepted {
     /// Findings to report.
@@ -110,7 +110,7 @@ impl Leases {
             }
         }
         leases.restore_holders(holders, &mut findings, &mut changes);
-        // Records come in no order.
+        // Records are unordered.
         grants.sort_by_key(|grant: &Grant| grant.net);
         leases.supply = Supply::of_grants(grants);
         // What is found here is found again, and reported, when the surroundings are known.
@@ -197,7 +197,7 @@ impl Leases {
         Outcome { answer: Accepted { findings, still_held }, changes }
     }
 
-    /// What is granted.
+    /// The granted pod CIDRs.
     #[must_use]
     pub fn supply(&self) -> &Supply {
         &self.supply

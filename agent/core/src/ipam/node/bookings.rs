@@ -1,4 +1,4 @@
-//! Which positions of an allocator are not free, and why. The cost follows the pods and not the size of the range.
+//! The positions of an allocator that are not free, with the reason. The cost follows the pods and not the size of the range.
 
 use super::pod_cidr::{AddressError, Usage};
 use jiff::Timestamp;
@@ -16,7 +16,7 @@ enum Booking {
     Quarantined { since: Timestamp, until: Timestamp },
 }
 
-/// What is not free, by position. The address of a position is passed along for the errors.
+/// Positions that are not free. The address of a position is passed along for the errors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Bookings<P: Ord> {
     booked: BTreeMap<P, Booking>,

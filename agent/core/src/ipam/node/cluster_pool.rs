@@ -37,7 +37,7 @@ impl NodeMode for ClusterPool {
             Observed::Present(object) => Some(object.listed),
         };
         let is_known = listed.is_some() && beyond.is_some();
-        // A pod CIDR that is held is kept, whoever lists it.
+        // A pod CIDR in use is kept, even if others list it.
         let taken = !held && granted.is_some_and(|grant| (input.listed_elsewhere)(&grant.net));
         let Choice { served: chosen, list, mut wait } = choose(&Input {
             node: input.node,

@@ -28,7 +28,7 @@ pub struct Kubernetes {
 impl NodeMode for Kubernetes {
     fn plan(&self, input: &NodeInput<'_>, _now: Timestamp) -> NodePlan {
         let granted = input.granted.served(DEFAULT_POOL, Family::Ipv4);
-        let told = match &input.kubernetes_node {
+        let named = match &input.kubernetes_node {
             Observed::Unknown => {
                 return NodePlan { supply: granted.map(|_| input.granted.clone()), ..NodePlan::default() };
             }
@@ -40,7 +40,7 @@ impl NodeMode for Kubernetes {
             IpNet::V6(_) => None,
         });
         let held = granted.is_some_and(|grant| input.held.may_hold(&grant.net));
-        let Choice { pod_cidr, wait } = choose(input.node, current, told.as_ref(), self.require_ipv6, held);
+        let Choice { pod_cidr, wait } = choose(input.node, current, named.as_ref(), self.require_ipv6, held);
         let net = pod_cidr.map(IpNet::V4);
         let fix = "assign the Nodes pod CIDRs of a range that no node uses (--cluster-cidr)";
         let blocked = net.and_then(|net| input.blocked(&net, fix));
@@ -145,16 +145,16 @@ pub struct Choice {
 pub fn choose(
     node: &str,
     current: Option<Ipv4Net>,
-    told: Option<&NodeCidrs>,
+    named: Option<&NodeCidrs>,
     require_ipv6: bool,
     held: bool,
 ) -> Choice {
     let keep = |wait: Option<String>| Choice { pod_cidr: current, wait };
-    let Some(told) = told else {
+    let Some(named) = named else {
         let wait = format!("required IPv4 PodCIDR not available: there is no Node {node:?} yet; kubelet registers it");
         return keep(current.is_none().then_some(wait));
     };
-    match (current, told.ipv4) {
+    match (current, named.ipv4) {
         (Some(current), Some(wanted)) if current != wanted && held => keep(Some(format!(
             "Node {node:?} names {wanted} as its IPv4 PodCIDR, but {current} is in use: pods keep their \
              addresses, and new ones come from {current}. {wanted} is taken when nothing on this node holds an address \
@@ -163,18 +163,18 @@ pub fn choose(
         // A removed range is a change, too; without a new one there is nothing else to serve.
         (Some(current), None) => keep(Some(format!(
             "Node {node:?} names no IPv4 PodCIDR any more (found: {}); {current} is in use and stays so",
-            told.in_words()
+            named.in_words()
         ))),
         (None, None) => keep(Some(format!(
             "required IPv4 PodCIDR not available: Node {node:?} has none in spec.podCIDRs and no annotation \
              network.cilium.io/ipv4-pod-cidr (found: {}); in mode kubernetes kube-controller-manager writes it when it \
              runs with --allocate-node-cidrs and --cluster-cidr",
-            told.in_words()
+            named.in_words()
         ))),
-        (None, Some(_)) if require_ipv6 && told.ipv6.is_none() => keep(Some(format!(
+        (None, Some(_)) if require_ipv6 && named.ipv6.is_none() => keep(Some(format!(
             "required IPv6 PodCIDR not available: Node {node:?} has none in spec.podCIDRs and no annotation \
              network.cilium.io/ipv6-pod-cidr (found: {}); k8s-require-ipv6-pod-cidr=true asks for one",
-            told.in_words()
+            named.in_words()
         ))),
         (_, wanted) => Choice { pod_cidr: wanted, wait: None },
     }
@@ -216,8 +216,8 @@ mod tests {
     // case: ipam C2
     #[test]
     fn an_ipv6_range_alone_is_waited_with_and_named() {
-        let told = NodeCidrs::read(&texts(&["fd31::3:0/112"]), &BTreeMap::new());
-        let Choice { pod_cidr, wait } = choose("n1", None, Some(&told), false, false);
+        let named = NodeCidrs::read(&texts(&["fd31::3:0/112"]), &BTreeMap::new());
+        let Choice { pod_cidr, wait } = choose("n1", None, Some(&named), false, false);
         assert_eq!(pod_cidr, None);
         let wait = wait.unwrap();
         assert!(wait.contains("required IPv4 PodCIDR") && wait.contains("fd31::3:0/112"), "{wait}");
@@ -238,13 +238,13 @@ mod tests {
     // case: ipam C4
     #[test]
     fn a_range_in_use_is_left_only_when_nothing_holds_an_address_of_it() {
-        let told = NodeCidrs::read(&texts(&["10.201.9.0/24"]), &BTreeMap::new());
+        let named = NodeCidrs::read(&texts(&["10.201.9.0/24"]), &BTreeMap::new());
         let old = Some(net("10.201.3.0/24"));
-        let kept = choose("n1", old, Some(&told), false, true);
+        let kept = choose("n1", old, Some(&named), false, true);
         assert_eq!(kept.pod_cidr, old);
         let wait = kept.wait.unwrap();
         assert!(wait.contains("10.201.9.0/24") && wait.contains("10.201.3.0/24 is in use"), "{wait}");
-        assert_eq!(choose("n1", old, Some(&told), false, false).pod_cidr, told.ipv4);
+        assert_eq!(choose("n1", old, Some(&named), false, false).pod_cidr, named.ipv4);
         // Removed, or the Node deleted: with or without allocated addresses there is nothing else to serve.
         let none = choose("n1", old, Some(&NodeCidrs::default()), false, false);
         assert!(none.pod_cidr == old && none.wait.is_some());

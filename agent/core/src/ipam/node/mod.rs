@@ -1,4 +1,4 @@
-//! Decided on the node.
+//! IPAM decisions of the node.
 //!
 //! A [`NodeMode`] answers, in one pure call, what the node may allocate from *and* what its agent writes to its CiliumNode. The
 //! owner of the leases asks it with what is granted and held at that moment, takes the answer over, and publishes what is to
@@ -25,12 +25,12 @@ use std::net::IpAddr;
 /// Name of the wait for a pod CIDR: why there is none, or why another one is served than the API object names.
 pub const POD_CIDR_WAIT: &str = "pod CIDR";
 
-/// What the API server says of an object.
+/// The state of an object, as known from the API server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Observed<T> {
-    /// Nothing yet in this run.
+    /// Unknown in this run.
     Unknown,
-    /// There is no such object.
+    /// The object does not exist.
     Absent,
     /// The object.
     Present(T),
@@ -51,7 +51,7 @@ impl<T> Observed<T> {
 pub struct CiliumNodeFacts<'a> {
     /// `metadata.resourceVersion`
     pub resource_version: &'a str,
-    /// What it lists.
+    /// Its list of pod CIDRs.
     pub listed: Listed<'a>,
 }
 
@@ -62,7 +62,7 @@ pub struct NodeFacts<'a> {
     pub uid: &'a str,
     /// `spec.podCIDRs`, else `spec.podCIDR`.
     pub pod_cidrs: &'a [String],
-    /// Those of its annotations that name network addresses of the node.
+    /// Its annotations with network addresses of the node.
     pub annotations: &'a BTreeMap<String, String>,
 }
 
@@ -86,14 +86,14 @@ impl Held<'_> {
     }
 }
 
-/// What a mode plans from. The questions about other nodes are asked only where the answer matters, since thousands of
+/// The input of a plan. The questions about other nodes are asked only where the answer matters, since thousands of
 /// lists need not be read for each event.
 pub struct NodeInput<'a> {
     /// Name of this node.
     pub node: &'a str,
-    /// What is granted now.
+    /// The granted pod CIDRs.
     pub granted: &'a Supply,
-    /// What is held now.
+    /// The addresses held now.
     pub held: Held<'a>,
     /// This node's CiliumNode.
     pub cilium_node: Observed<CiliumNodeFacts<'a>>,
@@ -108,7 +108,7 @@ pub struct NodeInput<'a> {
 }
 
 impl NodeInput<'_> {
-    /// Why no address of a pod CIDR may be allocated, with the fix.
+    /// Why no address of a pod CIDR may be allocated, with the remedy.
     #[must_use]
     pub fn blocked(&self, net: &IpNet, fix: &str) -> Option<String> {
         if let Some(contested) = (self.contested)(net) {
@@ -142,25 +142,25 @@ pub struct CiliumNodeIntent {
     pub contested: bool,
 }
 
-/// Something that an administrator should know.
+/// A condition that is reported to the administrator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanFinding {
     /// A machine-readable reason.
     pub reason: &'static str,
-    /// What it is about.
+    /// Its subject.
     pub subject: String,
-    /// Human-readable.
+    /// Human-readable text.
     pub message: String,
 }
 
-/// What a mode wants.
+/// The plan of a mode.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct NodePlan {
     /// What the node may allocate from; none while that is not known, and then whatever was granted stays as it is.
     pub supply: Option<Supply>,
     /// What is written to the CiliumNode, once the pod CIDRs of `supply` are on disk; none when the object says it.
     pub write: Option<CiliumNodeIntent>,
-    /// What is waited for, by name.
+    /// Waits, by name.
     pub waits: BTreeMap<&'static str, String>,
     /// Findings to report.
     pub findings: Vec<PlanFinding>,
@@ -171,7 +171,7 @@ pub trait NodeMode: Send + Sync {
     /// Plans what is allocated from and what is written.
     fn plan(&self, input: &NodeInput<'_>, now: Timestamp) -> NodePlan;
 
-    /// What is logged when the node's pod CIDR is another one than before.
+    /// The log message for a changed pod CIDR.
     fn granted_message(&self) -> &'static str {
         "pod CIDR granted"
     }
@@ -191,7 +191,7 @@ pub(crate) mod testing {
         pub(crate) claim: Option<ipnet::Ipv4Net>,
         /// The list of its Node; none when there is no object.
         pub(crate) node: Option<Vec<String>>,
-        /// What another node lists.
+        /// A pod CIDR listed by another node.
         pub(crate) elsewhere: Option<(&'static str, IpNet)>,
         /// Another network of this node.
         pub(crate) network: Option<IpNet>,

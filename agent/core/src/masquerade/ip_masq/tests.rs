@@ -270,7 +270,7 @@ fn list_that_does_not_fit_is_refused_as_a_whole() {
 }
 
 #[test]
-fn more_entries_than_the_files_own_limit_are_told_of() {
+fn more_entries_than_the_files_own_limit_are_reported() {
     let list = |count: u8| (0..count).map(|number| format!("  - 10.{number}.0.0/16\n")).collect::<String>();
     let (read, warnings) = file(&format!("cidrLimit: 64\nnonMasqueradeCIDRs:\n{}", list(65)));
     assert_eq!(read.cidrs.unwrap().len(), 65);
@@ -280,7 +280,7 @@ fn more_entries_than_the_files_own_limit_are_told_of() {
 
 // case: masquerade CF18
 #[test]
-fn misspelt_key_is_told_of_with_the_right_one() {
+fn misspelt_key_is_reported_with_the_right_one() {
     let outcome = found("nonMasqueradeCIDR: [10.1.0.0/16]\n", None);
     assert_eq!(outcome.exclusions.ipv4, built_in());
     let words = outcome.warnings.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
@@ -302,7 +302,7 @@ fn several_files_are_united() {
 
 // case: masquerade CF21
 #[test]
-fn everything_exempt_is_told_of() {
+fn everything_exempt_is_reported() {
     let outcome = found("nonMasqueradeCIDRs: [0.0.0.0/0]\n", None);
     assert_eq!(outcome.exclusions.ipv4, v4(&["0.0.0.0/0"]));
     let words = outcome.warnings.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");

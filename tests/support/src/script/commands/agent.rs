@@ -40,7 +40,7 @@ pub(super) fn reboot(world: &World, arguments: &[&str]) -> Outcome {
     Ok(silent())
 }
 
-/// What befalls the disk of a machine.
+/// A fault of the disk of a machine.
 #[derive(Clone, Copy)]
 pub(super) enum Disk {
     Refuse,
