@@ -431,8 +431,8 @@ fn calls_at_once_for_an_attachment_end_with_one_working_interface_or_with_none()
         match node.agent.leases().get("c1") {
             None => node.assert_empty(&format!("round {round}: a DEL came last")),
             Some((address, _)) => {
-                let added = outcomes.iter().filter(|outcome| !outcome.output.is_empty()).map(Outcome::result);
-                works(&added.filter(|result| address_of(result) == *address).last().unwrap());
+                let mut added = outcomes.iter().filter(|outcome| !outcome.output.is_empty()).map(Outcome::result);
+                works(&added.rfind(|result| address_of(result) == *address).unwrap());
             }
         }
         outcomes.retain(|outcome| !outcome.success);

@@ -8,8 +8,8 @@
 //! | [`image`] | `image`: the container image |
 //! | [`generate`] | `gen`: generated files |
 //! | [`check`] | `check`: static checks |
-//! | [`test`] | `test`: all of the above and every test |
-//! | [`bench`] | `bench`: throughput, latency and size |
+//! | [`test`](mod@test) | `test`: all of the above and every test |
+//! | [`bench`](mod@bench) | `bench`: throughput, latency and size |
 //! | [`simulate`] | `simulate`: operators and agents with random faults, by seed |
 //! | [`demo`] | `demo`: two nodes on this machine |
 //! | [`cluster`] | `cluster`: a real Kubernetes cluster on this machine |

@@ -12,7 +12,7 @@
 //! | [`masquerade`] | which packets leave with the node's address |
 //! | [`cni`] | types of the CNI specification, steps of ADD, CHECK and DEL |
 //! | [`lease`] | leader election, by the state of a Lease object |
-//! | [`format`] | compatibility of persistent documents between builds |
+//! | [`format`](mod@format) | compatibility of persistent documents between builds |
 //! | [`moment`] | order of events, independent of the wall clock |
 //! | [`uninstall`] | requests to clean a node, and answers |
 //! | [`reconcile`] | classes of errors, and retry times |

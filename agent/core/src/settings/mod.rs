@@ -9,10 +9,10 @@
 //! Keys have the names and accept the values of Cilium's, so that an existing `cilium-config` can be mounted unchanged.
 //! A key that neither Cistern nor Cilium knows is rejected as a probable misspelling. A Cilium key that Cistern does
 //! not implement is logged once; it is rejected only if its value would change where traffic goes or how it is
-//! protected ([`cilium`]).
+//! protected (`cilium`).
 //!
 //! One declaration per key ([`Settings`]) generates the field, its default, its documentation, its parser and its row
-//! in the settings table ([`table`]).
+//! in the settings table (`table`).
 
 mod cilium;
 mod layers;

@@ -904,10 +904,10 @@ impl ApiServer {
 }
 
 /// An object in the form that the client requests.
-fn form_of(resource: &Resource, form: Form, object: &Cow<'_, Value>, now: Timestamp) -> String {
+fn form_of(resource: &Resource, form: Form, object: &Value, now: Timestamp) -> String {
     match form {
         Form::Whole => object.to_string(),
-        Form::Table => table::table(resource, &[Cow::Borrowed(&**object)], &json!({}), now).to_string(),
+        Form::Table => table::table(resource, &[Cow::Borrowed(object)], &json!({}), now).to_string(),
         Form::Metadata => table::partial(object).to_string(),
     }
 }

@@ -121,7 +121,7 @@ fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Up(options) => return status(&up(options)?),
         Command::Down => {
-            println!("{}", if cluster::down()? { "the cluster is deleted" } else { "there was no cluster" })
+            println!("{}", if cluster::down()? { "the cluster is deleted" } else { "there was no cluster" });
         }
         Command::Status => return status(&Cluster::open()?),
         Command::Kubectl(Rest { arguments }) => become_program(Cluster::open()?.client("kubectl")?.args(arguments))?,
