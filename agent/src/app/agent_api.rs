@@ -30,7 +30,7 @@ pub struct Answers {
     pub node: NodeStatus,
     /// Output: notices to be published as events.
     pub notices: Notices,
-    /// Says to CNI STATUS that this node serves.
+    /// Records for CNI STATUS that this node serves.
     pub served: ServedMarker,
     /// Time.
     pub clock: Clock,

@@ -77,7 +77,7 @@ pub struct Agent {
     pub operator: Option<Operator>,
     /// The API's socket; `None` if the caller uses [`Running::answers`] directly, and then no probes are served either.
     pub listener: Option<UnixListener>,
-    /// Says to CNI STATUS that this node serves.
+    /// Records for CNI STATUS that this node serves.
     pub served: ServedMarker,
     /// State shared with the operator's controllers.
     pub shared: Shared,

@@ -209,7 +209,7 @@ impl Add {
         };
         let response: AddResponse = self.ask("/v1/cni/add", &request).map_err(|error| {
             self.lease_is_open |= error.may_have_happened();
-            agent_failure(&error).with_details("no address was allocated; pods that run are not affected")
+            agent_failure(&error).with_details("no address was allocated; running pods are not affected")
         })?;
         self.lease_is_open = true;
         Lease::try_from(&response)

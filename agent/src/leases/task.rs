@@ -106,7 +106,7 @@ pub const WAIT: &str = "lease records";
 
 fn not_durable(reason: &str) -> String {
     format!(
-        "lease records cannot be written ({reason}): no address is allocated until they can; pods that run are not affected, \
+        "lease records cannot be written ({reason}): no address is allocated until they can; running pods are not affected, \
          and DELs are executed if files can be deleted"
     )
 }

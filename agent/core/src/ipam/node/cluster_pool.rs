@@ -85,7 +85,7 @@ impl ClusterPool {
             reason: "pod-cidr-not-configured",
             subject: net.to_string(),
             message: format!(
-                "cluster-pool-ipv4-cidr is {}, and this node is still on {net}, because a node keeps its pod CIDR while it \
+                "cluster-pool-ipv4-cidr is {}, and this node still serves {net}, because a node keeps its pod CIDR while it \
                  may have pods; to renumber it, drain it, stop its agent, delete its CiliumNode {node:?} and leases/grant-* in \
                  state-dir, and start the agent again",
                 ranges.join(",")
