@@ -11,7 +11,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-env-changed={OVERRIDE}");
     let named = env::var_os(OVERRIDE).map(PathBuf::from);
     let manifest = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").ok_or("cargo sets CARGO_MANIFEST_DIR")?);
-    let object = named.clone().unwrap_or_else(|| manifest.join("../target/ebpf/cistern.o"));
+    let variant = env::var_os("CARGO_FEATURE_TEST_VARIANT").is_some();
+    let name = if variant { "cistern-test-variant.o" } else { "cistern.o" };
+    let object = named.clone().unwrap_or_else(|| manifest.join("../target/ebpf").join(name));
     println!("cargo:rerun-if-changed={}", object.display());
 
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?);

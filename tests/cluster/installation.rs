@@ -1,6 +1,6 @@
 //! Helm: upgrade, rollback, uninstall, reinstallation, another IPAM mode.
 
-use crate::rig::{LONG, Rig, SYSTEM, image, text};
+use crate::rig::{LONG, Rig, SYSTEM, image, text, variant_image};
 use crate::traffic::Traffic;
 use crate::{faults, network};
 use anyhow::{Context, Result, ensure};
@@ -16,19 +16,27 @@ pub(crate) fn upgrade_and_rollback() -> Result<()> {
     let pods = rig.web()?;
     let before = image_of_agents(&rig)?;
     let (repository, _) = before.rsplit_once(':').context("the image has no tag")?;
-    let next = format!("{repository}:next");
-    for node in rig.cluster.nodes()? {
-        node.run("ctr", &["--namespace", "k8s.io", "images", "tag", "--force", &before, &next])?;
-    }
+    let next = format!("{repository}:variant");
+    rig.cluster.load(variant_image().to_str().context("the image's path is not UTF-8")?)?;
     let traffic = Traffic::start(&rig, &pods)?;
-    let upgrade = ["upgrade", "cistern", CHART, "--reuse-values", "--set", "image.tag=next"];
+    let upgrade = ["upgrade", "cistern", CHART, "--reuse-values", "--set", "image.tag=variant"];
     rig.cluster.helm(&[&upgrade[..], &["--namespace", SYSTEM, "--wait", LONG]].concat())?;
     ensure!(image_of_agents(&rig)? == next, "the image was not replaced");
     rig.agents_are_ready()?;
+    for node in rig.cluster.nodes()? {
+        let is_pinned = node.file("/sys/fs/bpf/cistern/maps/cst_variant")?.exists();
+        ensure!(is_pinned, "{}: the other build's map is not pinned", node.name());
+    }
+    rig.addresses_agree()?;
+    // An attachment that the newer build writes down and the older one has to read.
+    rig.make_pod("upgraded", "node-1")?;
+    rig.pod_is_ready("upgraded")?;
     rig.cluster.helm(&["rollback", "cistern", "--namespace", SYSTEM, "--wait", LONG])?;
     rig.agents_are_ready()?;
     traffic.finish()?;
     ensure!(image_of_agents(&rig)? == before, "the image was not rolled back");
+    rig.addresses_agree()?;
+    rig.kubectl(&["delete", "pod/upgraded", LONG])?;
     rig.addresses_agree()
 }
 

@@ -237,7 +237,16 @@ impl Rig {
 
 /// Path of the image of `cargo xtask image`.
 pub(crate) fn image() -> PathBuf {
-    Path::new(PROBE).ancestors().nth(2).unwrap_or(Path::new("/")).join("image/cistern.tar")
+    images().join("cistern.tar")
+}
+
+/// Path of the image of another build: other kernel programs and maps, and documents of the next format.
+pub(crate) fn variant_image() -> PathBuf {
+    images().join("cistern-variant.tar")
+}
+
+fn images() -> PathBuf {
+    Path::new(PROBE).ancestors().nth(2).unwrap_or(Path::new("/")).join("image")
 }
 
 /// A string in an object; empty if there is none.

@@ -34,7 +34,7 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         }
         names.retain(|known| known == name);
     }
-    let artifacts = build::run(workspace, &build::Options { release: true })?;
+    let artifacts = build::run(workspace, &build::Options { release: true, variant: false })?;
     for name in names {
         println!("\n== {name} ==");
         if name == SIZES {
@@ -59,5 +59,5 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
 
 /// The image of the optimised build.
 fn image(workspace: &Workspace) -> Result<PathBuf> {
-    image::run(workspace, &image::Options { debug: false, no_build: false, name: image::NAME.to_owned() })
+    image::run(workspace, &image::Options { debug: false, no_build: false, variant: false, name: image::NAME.to_owned() })
 }

@@ -12,6 +12,9 @@ pub(crate) struct Options {
     /// Optimised and statically linked
     #[arg(long)]
     pub(crate) release: bool,
+    /// The variant that tests upgrade to and come back from (feature `test-variant`)
+    #[arg(skip)]
+    pub(crate) variant: bool,
 }
 
 /// The built files.
@@ -47,6 +50,9 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<Artifacts>
     let target_directory = workspace.metadata()?.target_directory;
     let mut command = workspace.cargo();
     command.args(["build", "--locked", "--bins"]);
+    if options.variant {
+        command.args(["--features", "cistern/test-variant"]);
+    }
     let output = if options.release {
         // With an explicit target the flag below applies to the binaries only, and not to build scripts and macros,
         // which cannot be linked statically.

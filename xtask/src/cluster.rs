@@ -85,5 +85,15 @@ fn program(workspace: &Workspace, quiet: bool) -> Result<PathBuf> {
 
 /// Builds the image for a cluster on this machine.
 pub(crate) fn image(workspace: &Workspace) -> Result<PathBuf> {
-    image::run(workspace, &image::Options { debug: true, no_build: false, name: image::NAME.to_owned() })
+    image::run(workspace, &options(image::NAME, false))
+}
+
+/// Builds the image of the variant that the upgrade test rolls out. The programs of the normal build are put back in their place
+/// by the next [`image`].
+pub(crate) fn variant_image(workspace: &Workspace) -> Result<PathBuf> {
+    image::run(workspace, &options(image::VARIANT, true))
+}
+
+fn options(name: &str, variant: bool) -> image::Options {
+    image::Options { debug: true, no_build: false, variant, name: name.to_owned() }
 }

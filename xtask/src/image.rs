@@ -18,6 +18,9 @@ pub(crate) struct Options {
     /// Only fill target/image with what the Containerfile copies, for `docker build` and the like
     #[arg(long)]
     pub(crate) no_build: bool,
+    /// The variant that tests upgrade to and come back from, as target/image/cistern-variant.tar
+    #[arg(skip)]
+    pub(crate) variant: bool,
     /// Name and tag
     #[arg(long, default_value = NAME, value_name = "NAME:TAG")]
     pub(crate) name: String,
@@ -25,6 +28,9 @@ pub(crate) struct Options {
 
 /// The chart's default: the name that image builders use without a registry.
 pub(crate) const NAME: &str = concat!("localhost/cistern:", env!("CARGO_PKG_VERSION"));
+
+/// Name of the variant's image.
+pub(crate) const VARIANT: &str = "localhost/cistern:variant";
 
 /// A larger image contains files by mistake.
 const LARGEST_MB: f64 = 40.0;
@@ -34,12 +40,12 @@ const AUTHORITIES: &str = "/etc/ssl/certs/ca-certificates.crt";
 
 /// Builds the image and returns the archive, `target/image/cistern.tar`, for `ctr images import`.
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<PathBuf> {
-    let artifacts = build::run(workspace, &build::Options { release: !options.debug })?;
+    let artifacts = build::run(workspace, &build::Options { release: !options.debug, variant: options.variant })?;
     let directory = workspace.metadata()?.target_directory.join("image");
     let root = directory.join("root");
     remove_directory(&root)?;
     fill(&root, &artifacts, options.debug)?;
-    let archive = directory.join("cistern.tar");
+    let archive = directory.join(if options.variant { "cistern-variant.tar" } else { "cistern.tar" });
     if options.no_build {
         println!("{}: build it with `docker build --file Containerfile {}`", root.display(), directory.display());
         return Ok(archive);

@@ -139,7 +139,7 @@ fn stage_run(
     totals: &mut Totals,
 ) -> Result<()> {
     match stage {
-        Stage::Build => drop(build::run(workspace, &build::Options { release: false })?),
+        Stage::Build => drop(build::run(workspace, &build::Options::default())?),
         Stage::Check => {
             for rule in check::run(workspace, &check::Options::default())? {
                 totals.fail("check", &rule);
@@ -177,6 +177,7 @@ fn stage_run(
         }
         Stage::Target { name, per_processor, standard, .. } => {
             if stage == CLUSTER {
+                crate::cluster::variant_image(workspace)?;
                 crate::cluster::image(workspace)?;
             }
             let mut arguments = vec!["--test".to_owned(), name.to_owned()];

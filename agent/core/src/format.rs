@@ -31,9 +31,11 @@ pub struct Unsupported {
 }
 
 impl Version {
-    /// The version that a build writes.
+    /// The version that a build writes. The variant for tests of upgrades writes the next format, which the build before has to
+    /// read.
     #[must_use]
     pub const fn new(format: u32, oldest_reader: u32) -> Self {
+        let format = if cfg!(feature = "test-variant") { format + 1 } else { format };
         Self { format, oldest_reader: Some(oldest_reader) }
     }
 

@@ -70,6 +70,8 @@ impl Program {
 pub const PROGRAMS: &[Program] = &[
     Program { name: "cistern_ingress", hook: Hook::Ingress, link: "ingress", features: &[Feature::Tcx] },
     Program { name: "cistern_egress", hook: Hook::Egress, link: "egress", features: &[Feature::Tcx] },
+    #[cfg(feature = "test-variant")]
+    Program { name: "cistern_variant", hook: Hook::Ingress, link: "variant", features: &[Feature::Tcx] },
 ];
 
 /// A build of the kernel programs: the eBPF object, and the attach points of its programs.
