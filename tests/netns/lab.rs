@@ -73,7 +73,7 @@ fn remains_of_a_killed_creator_are_removed_by_the_next_lab() {
     }
     let program = std::env::current_exe().unwrap();
     let mut maker = std::process::Command::new(program)
-        .args(["--exact", "lab::what_a_killed_maker_left_is_ended_by_the_next_lab", "--nocapture"])
+        .args(["--exact", "lab::remains_of_a_killed_creator_are_removed_by_the_next_lab", "--nocapture"])
         .env(MAKER, "1")
         .stdout(std::process::Stdio::piped())
         .spawn()
