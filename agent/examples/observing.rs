@@ -2,6 +2,7 @@
 
 use cistern::tables::notices::Reason;
 use cistern::telemetry::{LOG_KEYS, metrics};
+use cistern_core::ipam::verdict::Code;
 
 fn main() {
     println!(
@@ -15,6 +16,11 @@ fn main() {
         println!("| `{}` | {kind} | {} |", reason.name(), reason.help());
     }
     println!("\n{}", CONDITION.trim());
+    println!("\n{}", VERDICTS.trim());
+    for code in Code::ALL {
+        let refused = if code.is_refusal() { "yes" } else { "no" };
+        println!("| `{}` | {refused} | {} |", code.name(), code.help());
+    }
     println!("\n{}", LOG.trim());
     for (key, holds) in LOG_KEYS {
         println!("| `{key}` | {holds} |");
@@ -53,8 +59,21 @@ const CONDITION: &str = "
 The agent maintains the condition `cistern.io/Ready` of its Node: `True`, or `False` with the reason `WaitingForPodCIDR`, \
 `PodCIDRBlocked` or `NotReady` and the reasons shown by `cistern status`. It is on the Node because the schema of Cilium's \
 CiliumNode has no conditions. It is written when it changes (another message for the same state at most once a minute), so it is \
-the agent's last report, and requires permission to `patch` `nodes/status`. The operator's errors about a node are in its \
-CiliumNode: `status.ipam.operator-status.error`.
+the agent's last report, and requires permission to `patch` `nodes/status`. The operator's verdict on a node is on its CiliumNode, \
+see below.
+";
+
+const VERDICTS: &str = "
+## Verdicts of the operator
+
+What the operator decided about the pod CIDRs that a CiliumNode lists, if they are not simply the node's own: in words in \
+`status.ipam.operator-status.error`, and for programs as JSON in the annotation `cistern.io/ipam-verdict`, with the fields `code`, `cidr` \
+(what it is about, if it is about one element), `judged` (the list that was judged) and `text`. It is written before the text. Agents act on \
+it only while `judged` is what `spec.ipam.podCIDRs` lists and the status shows the same text; no program acts on a text without it, except \
+that for this release agents know the texts of the release before.
+
+| code | refused | meaning |
+|---|---|---|
 ";
 
 const LOG: &str = "

@@ -59,7 +59,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         Some(Operator {
             client: client.clone(),
             election: operator::election(&settings)?,
-            pool: operator::pool(&settings)?,
+            ipam: operator::ipam(&settings)?,
             leader: shared.leader.clone(),
             targets: shared.targets.clone(),
             waits: shared.waits.clone(),

@@ -1,7 +1,7 @@
 //! `cistern operator`: the process of the operator's role.
 
 use super::agent_role::Shared;
-use super::operator_role::{self, Operator};
+use super::operator_role::{self, Ipam, Operator};
 use super::probes::OperatorProbe;
 use super::supervisor::Supervisor;
 use super::{Refused, metrics, signals};
@@ -10,7 +10,6 @@ use crate::clock::Clock;
 use crate::kubernetes::lease::Election;
 use crate::telemetry::metrics::render;
 use anyhow::Context;
-use cistern_core::ipam::cluster::cluster_pool::{self, BLOCK_QUARANTINE, FamilySettings};
 use cistern_core::lease::evaluate::Timings;
 use cistern_core::settings::{IpamMode, Settings};
 use std::sync::Arc;
@@ -30,7 +29,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let operator = Operator {
         client,
         election: election(&settings)?,
-        pool: pool(&settings)?,
+        ipam: ipam(&settings)?,
         leader: shared.leader.clone(),
         targets: shared.targets.clone(),
         waits: shared.waits.clone(),
@@ -75,26 +74,20 @@ pub fn election(settings: &Settings) -> anyhow::Result<Election> {
     })
 }
 
-/// The cluster pool, in mode `cluster-pool`.
+/// The operator's IPAM mode, by these settings.
 ///
 /// # Errors
 /// An invalid pool.
-pub fn pool(settings: &Settings) -> anyhow::Result<Option<cluster_pool::Settings>> {
-    if settings.ipam != IpamMode::ClusterPool {
-        return Ok(None);
+pub fn ipam(settings: &Settings) -> anyhow::Result<Ipam> {
+    match settings.ipam {
+        IpamMode::Kubernetes => Ok(Ipam::External),
+        IpamMode::ClusterPool => {
+            // The settings were checked with it, and its warnings are among theirs.
+            let (pool, _) = settings.cluster_pool().map_err(|errors| {
+                let errors: Vec<String> = errors.iter().map(|error| format!("{}: {error}", error.setting())).collect();
+                Refused(format!("{}; nothing was started or changed", errors.join("; ")))
+            })?;
+            Ok(Ipam::ClusterPool(Box::new(pool)))
+        }
     }
-    let ipv4 = FamilySettings {
-        enabled: settings.enable_ipv4,
-        cidrs: settings.cluster_pool_ipv4.iter().copied().map(Into::into).collect(),
-        mask_size: settings.cluster_pool_ipv4_mask_size,
-    };
-    let ipv6 = FamilySettings { enabled: false, cidrs: Vec::new(), mask_size: 120 };
-    let (pool, warnings) = cluster_pool::Settings::new(ipv4, ipv6, BLOCK_QUARANTINE).map_err(|errors| {
-        let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
-        Refused(format!("{}; nothing was started or changed", errors.join("; ")))
-    })?;
-    for warning in warnings {
-        tracing::warn!("{warning}");
-    }
-    Ok(Some(pool))
 }

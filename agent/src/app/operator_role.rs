@@ -2,7 +2,7 @@
 
 use super::supervisor::Supervisor;
 use crate::clock::Clock;
-use crate::controllers::ipam_cluster::{BlockRecords, NotWritten};
+use crate::controllers::ipam_cluster::{NotWritten, RecordStorage};
 use crate::controllers::{ipam_cluster, notices, orphans};
 use crate::kubernetes::client::Client;
 use crate::kubernetes::lease::{self, Election, LeaderRow, Scope};
@@ -14,8 +14,10 @@ use crate::reconciler::{self, API_CALLS, Options, Reconcile, TargetStatus};
 use crate::tables::notices::Notices;
 use crate::tables::rows::{CiliumNodeIpam, CiliumNodeRow, NodeRow};
 use crate::tables::{Table, Waits};
-use cistern_core::ipam::cluster::cluster_pool;
+use cistern_core::ipam::cluster::records::{RecordSet, Records};
+use cistern_core::ipam::cluster::{ClusterMode, PoolName, cluster_pool};
 use cistern_core::reconcile::backoff::Backoff;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -29,8 +31,8 @@ pub struct Operator {
     pub client: Client,
     /// Parameters of the election; its namespace is also that of the records.
     pub election: Election,
-    /// The cluster pool; `None` in modes with other sources of pod CIDRs.
-    pub pool: Option<cluster_pool::Settings>,
+    /// What allocates.
+    pub ipam: Ipam,
     /// Output: state of the election.
     pub leader: Arc<Table<(), LeaderRow>>,
     /// Output: state of the reconcilers.
@@ -39,6 +41,15 @@ pub struct Operator {
     pub waits: Waits,
     /// Time.
     pub clock: Clock,
+}
+
+/// The mode of the operator.
+#[derive(Debug, Clone)]
+pub enum Ipam {
+    /// Another program writes what nodes allocate from.
+    External,
+    /// Mode `cluster-pool`.
+    ClusterPool(Box<cluster_pool::Settings>),
 }
 
 /// Takes part in the election until cancelled. The leader's tasks are cancelled *and joined* before the Lease can
@@ -127,7 +138,6 @@ async fn lead(
     let Operator { client, waits, targets, clock, .. } = operator.clone();
     let cilium_nodes: Arc<Table<String, CiliumNodeRow>> = Arc::new(Table::new("operator-cilium-nodes"));
     let nodes: Arc<Table<String, NodeRow>> = Arc::new(Table::new("operator-nodes"));
-    let pod_cidrs: Arc<Table<String, CiliumNodeIpam>> = Arc::new(Table::new("operator-pod-cidrs"));
     let orphaned: Arc<Table<String, String>> = Arc::new(Table::new("operator-orphans"));
 
     tasks.spawn_loop(
@@ -154,31 +164,10 @@ async fn lead(
             token.clone(),
         ),
     );
-    if let Some(pool) = operator.pool.clone() {
-        let store = RecordStore::new(client.clone(), operator.election.namespace.clone(), leadership.clone());
-        let plan = ipam_cluster::run(
-            pool,
-            cilium_nodes.reader(),
-            Durable(store),
-            doubted,
-            Arc::clone(&pod_cidrs),
-            waits.clone(),
-            clock,
-        );
-        tasks.spawn_loop("ipam cluster-pool", until(token.clone(), plan));
-        tasks.spawn_loop(
-            "write pod CIDRs",
-            reconciler::run(
-                PodCidrs::new(client.clone(), cilium_nodes.reader(), leadership.clone()),
-                Reconcile::new(
-                    options("CiliumNode pod CIDRs"),
-                    pod_cidrs.reader(),
-                    Arc::clone(&targets),
-                    clock,
-                    token.clone(),
-                ),
-            ),
-        );
+    let ipam = IpamScope { operator, leadership: &leadership, cilium_nodes: &cilium_nodes, doubted };
+    match operator.ipam.clone() {
+        Ipam::External => {}
+        Ipam::ClusterPool(settings) => ipam.spawn("ipam cluster-pool", *settings, &mut tasks),
     }
     let notices_table = Notices::new(clock);
     tasks.spawn_loop("notices", until(token.clone(), notices::cluster(cilium_nodes.reader(), notices_table.clone())));
@@ -196,6 +185,34 @@ async fn lead(
         ),
     );
     tasks.join().await
+}
+
+/// What a leader's IPAM mode works with.
+struct IpamScope<'a> {
+    operator: &'a Operator,
+    leadership: &'a Leadership,
+    cilium_nodes: &'a Arc<Table<String, CiliumNodeRow>>,
+    doubted: watch::Receiver<Option<Instant>>,
+}
+
+impl IpamScope<'_> {
+    /// Runs a mode, and the writer of what it plans.
+    fn spawn<M: ClusterMode>(self, name: &'static str, mode: M, tasks: &mut Supervisor) {
+        let Self { operator, leadership, cilium_nodes, doubted } = self;
+        let Operator { client, waits, targets, clock, .. } = operator.clone();
+        let token = tasks.token();
+        let desired: Arc<Table<String, CiliumNodeIpam>> = Arc::new(Table::new("operator-pod-cidrs"));
+        let store = Durable(RecordStore::new(client.clone(), operator.election.namespace.clone(), leadership.clone()));
+        let plan = ipam_cluster::run(mode, cilium_nodes.reader(), store, doubted, Arc::clone(&desired), waits, clock);
+        tasks.spawn_loop(name, until(token.clone(), plan));
+        tasks.spawn_loop(
+            "write pod CIDRs",
+            reconciler::run(
+                PodCidrs::new(client, cilium_nodes.reader(), leadership.clone()),
+                Reconcile::new(options("CiliumNode pod CIDRs"), desired.reader(), targets, clock, token),
+            ),
+        );
+    }
 }
 
 /// The first retry of a write is soon; a full pass every five minutes finds what a watch missed.
@@ -229,16 +246,16 @@ pub(super) async fn until(cancel: CancellationToken, work: impl Future<Output = 
     }
 }
 
-/// The operator's ConfigMap as the planner's records.
+/// The operator's ConfigMaps as the planner's records.
 struct Durable(RecordStore);
 
-impl BlockRecords for Durable {
-    async fn read(&mut self) -> Result<cluster_pool::Records, String> {
-        self.0.read().await.map_err(|error| error.to_string())
+impl RecordStorage for Durable {
+    async fn read(&mut self, pools: &BTreeSet<PoolName>) -> Result<RecordSet, String> {
+        self.0.read(pools).await.map_err(|error| error.to_string())
     }
 
-    async fn write(&mut self, records: &cluster_pool::Records) -> Result<(), NotWritten> {
-        self.0.write(records).await.map_err(|error| match error {
+    async fn write(&mut self, pool: &str, records: &Records) -> Result<(), NotWritten> {
+        self.0.write(pool, records).await.map_err(|error| match error {
             WriteError::Replaced(records) => NotWritten::Replaced(records),
             WriteError::Failed(error) => NotWritten::Failed(error.to_string()),
         })

@@ -221,13 +221,40 @@ async fn within<T>(
 
 /// Counts a call by its result.
 fn count<T>(verb: &str, kind: &str, outcome: &Result<T, KubernetesError>) {
-    let result = match outcome {
-        Ok(_) => "ok".to_owned(),
-        Err(KubernetesError::Timeout { .. }) => "timeout".to_owned(),
-        Err(KubernetesError::NotLeader { .. }) => "not-leader".to_owned(),
-        Err(error) => error.status().map_or("unreachable".to_owned(), |status| status.to_string()),
-    };
-    metrics::kubernetes_call(&verb.trim_end_matches(" of").replace(' ', "-"), kind, &result);
+    let result = outcome.as_ref().map_or_else(CallResult::of, |_| CallResult::Ok);
+    metrics::kubernetes_call(&verb.trim_end_matches(" of").replace(' ', "-"), kind, &result.to_string());
+}
+
+/// How a call ended, as the label `result` has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum CallResult {
+    Ok,
+    Status(u16),
+    Timeout,
+    NotLeader,
+    Unreachable,
+}
+
+impl CallResult {
+    fn of(error: &KubernetesError) -> Self {
+        match error {
+            KubernetesError::Timeout { .. } => Self::Timeout,
+            KubernetesError::NotLeader { .. } => Self::NotLeader,
+            error => error.status().map_or(Self::Unreachable, Self::Status),
+        }
+    }
+}
+
+impl std::fmt::Display for CallResult {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Ok => f.write_str("ok"),
+            Self::Status(code) => write!(f, "{code}"),
+            Self::Timeout => f.write_str("timeout"),
+            Self::NotLeader => f.write_str("not-leader"),
+            Self::Unreachable => f.write_str("unreachable"),
+        }
+    }
 }
 
 /// Until when this process may write as leader; checked for every write.

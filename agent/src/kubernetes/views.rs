@@ -53,6 +53,8 @@ fn of_another_node(row: CiliumNodeRow) -> CiliumNodeRow {
         resource_version: String::new(),
         created: None,
         owner: None,
+        standing: Standing::default(),
+        verdict_annotation: None,
         uninstall: None,
         uninstalled: None,
         ..row

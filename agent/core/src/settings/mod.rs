@@ -28,6 +28,7 @@ pub use value::{
     ApiServerUrl, DevicePattern, DeviceSelector, IpamMode, LogFormat, LogLevel, LogOptions, PortRange, ServeAddress,
 };
 
+use crate::ipam::cluster::cluster_pool::{self, BLOCK_QUARANTINE, ConfigError, ConfigWarning, FamilySettings};
 use crate::masquerade::ip_masq::DefaultExclusions;
 use crate::masquerade::plan::FlowPolicy;
 use ipnet::Ipv4Net;
@@ -222,6 +223,20 @@ fn default_pool() -> Vec<Ipv4Net> {
 }
 
 impl Settings {
+    /// The pool of mode `cluster-pool`, checked.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it, not only the first.
+    pub fn cluster_pool(&self) -> Result<(cluster_pool::Settings, Vec<ConfigWarning>), Vec<ConfigError>> {
+        let ipv4 = FamilySettings {
+            enabled: self.enable_ipv4,
+            cidrs: self.cluster_pool_ipv4.iter().copied().map(Into::into).collect(),
+            mask_size: self.cluster_pool_ipv4_mask_size,
+        };
+        let ipv6 = FamilySettings { enabled: false, cidrs: Vec::new(), mask_size: 120 };
+        cluster_pool::Settings::new(ipv4, ipv6, BLOCK_QUARANTINE)
+    }
+
     /// The source of a key's value.
     #[must_use]
     pub fn source(&self, key: &str) -> Source {

@@ -205,9 +205,9 @@ fn pool_is_checked_where_the_operator_runs() {
         (vec![("cluster-pool-ipv4-cidr", "")], "expected at least one CIDR"),
         (vec![("cluster-pool-ipv4-cidr", "10.0.0.0/16,10.0.128.0/17")], "10.0.0.0/16 and 10.0.128.0/17 overlap"),
         (vec![("cluster-pool-ipv4-cidr", "10.0.0.0/16,10.0.0.0/16")], "overlap"),
-        (vec![("cluster-pool-ipv4-cidr", "10.0.0.0/25")], "10.0.0.0/25 is smaller than one node's pod CIDR, a /24"),
-        (vec![("cluster-pool-ipv4-mask-size", "31")], "from 1 to 30"),
-        (vec![("cluster-pool-ipv4-mask-size", "0")], "from 1 to 30"),
+        (vec![("cluster-pool-ipv4-cidr", "10.0.0.0/25")], "/24 is larger than 10.0.0.0/25"),
+        (vec![("cluster-pool-ipv4-mask-size", "31")], "expected 30 or less"),
+        (vec![("cluster-pool-ipv4-mask-size", "0")], "/0 is larger than 10.0.0.0/8"),
         (vec![("service-cidr", "10.96.0.0/12")], "10.0.0.0/8 overlaps 10.96.0.0/12 of service-cidr"),
     ] {
         let text = refused(&pairs);

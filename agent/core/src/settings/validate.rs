@@ -2,11 +2,9 @@
 
 use super::value::Value as _;
 use super::{Command, IpamMode, Settings, SettingsError, Warning};
-use ipnet::Ipv4Net;
+use crate::ip::overlaps;
+use ipnet::{IpNet, Ipv4Net};
 use std::time::Duration;
-
-/// Longest prefix of a node's pod CIDR: a /30 has two usable addresses, one of which is the router's.
-const LONGEST_BLOCK: u8 = 30;
 
 /// Minimum IPv4 MTU that every host must accept (RFC 791).
 const LEAST_MTU: u16 = 576;
@@ -184,40 +182,24 @@ impl Check<'_> {
     /// The pool must be non-empty, disjoint from itself and from the Services, and hold at least one pod CIDR per
     /// element.
     fn pool(&mut self, settings: &Settings) {
-        let (key, mask) = ("cluster-pool-ipv4-cidr", settings.cluster_pool_ipv4_mask_size);
-        if mask > LONGEST_BLOCK || mask == 0 {
-            self.refuse(
-                settings,
-                "cluster-pool-ipv4-mask-size",
-                format!("expected a prefix length from 1 to {LONGEST_BLOCK}: a longer one has no address for pods"),
-            );
-        } else if mask == LONGEST_BLOCK {
-            self.warn(
-                settings,
-                "cluster-pool-ipv4-mask-size",
-                "a /30 has one address for pods; 29 or less is recommended",
-            );
-        }
-        if settings.cluster_pool_ipv4.is_empty() {
-            self.refuse(settings, key, "expected at least one CIDR: the operator has nothing to allocate from");
-        }
-        for (index, cidr) in settings.cluster_pool_ipv4.iter().enumerate() {
-            if cidr.prefix_len() > mask {
-                self.refuse(
-                    settings,
-                    key,
-                    format!("{cidr} is smaller than one node's pod CIDR, a /{mask} (cluster-pool-ipv4-mask-size)"),
-                );
+        if settings.enable_ipv4 {
+            let (warnings, errors) = match settings.cluster_pool() {
+                Ok((_, warnings)) => (warnings, Vec::new()),
+                Err(errors) => (Vec::new(), errors),
+            };
+            for warning in warnings {
+                self.warn(settings, warning.setting(), warning.to_string());
             }
-            for other in settings.cluster_pool_ipv4.iter().skip(index + 1).filter(|other| overlaps(**other, *cidr)) {
-                self.refuse(settings, key, format!("{cidr} and {other} overlap: expected disjoint CIDRs"));
+            for error in errors {
+                self.refuse(settings, error.setting(), error.to_string());
             }
-            for service in settings.service_cidrs.iter().filter(|service| overlaps(**service, *cidr)) {
-                self.refuse(
-                    settings,
-                    key,
-                    format!("{cidr} overlaps {service} of service-cidr: a pod could be allocated a Service's address"),
-                );
+        }
+        for cidr in &settings.cluster_pool_ipv4 {
+            let pods = IpNet::V4(*cidr);
+            for service in settings.service_cidrs.iter().filter(|service| overlaps(&IpNet::V4(**service), &pods)) {
+                let reason =
+                    format!("{cidr} overlaps {service} of service-cidr: a pod could be allocated a Service's address");
+                self.refuse(settings, "cluster-pool-ipv4-cidr", reason);
             }
         }
     }
@@ -244,10 +226,6 @@ impl Check<'_> {
             self.refuse(settings, "leader-election-retry-period", reason);
         }
     }
-}
-
-fn overlaps(one: Ipv4Net, other: Ipv4Net) -> bool {
-    one.contains(&other) || other.contains(&one)
 }
 
 /// A label of RFC 1123, as Kubernetes validates it.

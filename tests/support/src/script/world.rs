@@ -9,7 +9,7 @@ use std::time::Duration;
 use cistern::app::agent_api::Answers;
 use cistern::app::agent_role::{self, Agent, Shared};
 use cistern::app::operator;
-use cistern::app::operator_role::{self, Operator};
+use cistern::app::operator_role::{self, Ipam, Operator};
 use cistern::app::served::ServedMarker;
 use cistern::clock::Clock;
 use cistern::kubernetes::client::Client;
@@ -265,14 +265,17 @@ impl World {
     /// The operator's controllers, by the settings.
     fn operator_with(&mut self, settings: &Settings, client: Client, shared: &Shared) -> Result<Operator, String> {
         let election = operator::election(settings).map_err(|error| format!("{error:#}"))?;
-        let pool = operator::pool(settings).map_err(|error| format!("{error:#}"))?;
+        let ipam = match operator::ipam(settings).map_err(|error| format!("{error:#}"))? {
+            Ipam::ClusterPool(pool) => Ipam::ClusterPool(Box::new(pool.with_quarantine(self.quarantine))),
+            other @ Ipam::External => other,
+        };
         Ok(Operator {
             client,
             election: Election {
                 identity: format!("{}-{:08x}", settings.node_name, self.random.random::<u32>()),
                 ..election
             },
-            pool: pool.map(|pool| pool.with_quarantine(self.quarantine)),
+            ipam,
             leader: Arc::clone(&shared.leader),
             targets: Arc::clone(&shared.targets),
             waits: shared.waits.clone(),

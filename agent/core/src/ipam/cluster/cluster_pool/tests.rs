@@ -1,6 +1,15 @@
+use super::plan::{parse, plan_within};
 use super::*;
-use crate::ipam::verdict::Standing;
+use crate::ip::block::BlockSet;
+use crate::ip::{Family, overlaps};
+use crate::ipam::cluster::Node;
+use crate::ipam::cluster::records::{LIMIT, PoolRecord, Records};
+use crate::ipam::later;
+use crate::ipam::verdict::{Code, Standing};
+use ipnet::IpNet;
 use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::time::Duration;
 
 fn net(text: &str) -> IpNet {
     text.parse().unwrap()
@@ -51,11 +60,11 @@ struct Cluster {
 
 impl Cluster {
     fn new(settings: Settings, nodes: Vec<Node>) -> Self {
-        let ledger = Ledger::take_over(&settings, &Records::default(), at(0));
+        let ledger = settings.take_over(&RecordSet::new(), at(0));
         Self { settings, nodes, records: Records::default(), ledger, now: at(0) }
     }
 
-    fn plan(&self) -> Plan {
+    fn plan(&self) -> Plan<Ledger> {
         plan(&Input { nodes: self.nodes.clone(), synced: true, settled: true }, self.ledger.clone(), self.now)
     }
 
@@ -67,7 +76,7 @@ impl Cluster {
         written
     }
 
-    fn apply(&mut self, plan: Plan) {
+    fn apply(&mut self, plan: Plan<Ledger>) {
         for (name, change) in &plan.nodes {
             let node = self.nodes.iter_mut().find(|node| node.name == *name).unwrap();
             assert_eq!(node.uid, change.uid);
@@ -79,22 +88,28 @@ impl Cluster {
             // The verdict as seen by an agent of this release, and of the previous one.
             let read = Standing::read(node.annotation.as_deref(), &node.pod_cidrs, Some(&node.error));
             assert_eq!(read.verdict, change.verdict);
-            assert_eq!(read, Standing::read(None, &node.pod_cidrs, Some(&node.error)));
+            if read.verdict.as_ref().is_none_or(|verdict| verdict.code != Code::RecordsFull) {
+                assert_eq!(read, Standing::read(None, &node.pod_cidrs, Some(&node.error)));
+            }
             assert_eq!(read.refusal().is_some(), is_refusal_to_the_release_before(&node.error));
             if change.accepted {
                 node.claim = None;
             }
         }
-        self.records = plan.records.unwrap();
+        self.records = plan.records.unwrap().remove(DEFAULT_POOL).unwrap();
         self.ledger = plan.ledger;
     }
 
     /// Another process becomes leader, with the written state only.
     fn new_leader(&mut self) {
-        let data = self.records.to_data().unwrap();
+        let data = self.records.to_data(&BTreeMap::new()).unwrap();
         let records = Records::from_data(&data).unwrap();
         assert_eq!(records, self.records);
-        self.ledger = Ledger::take_over(&self.settings, &records, self.now);
+        self.ledger = self.settings.take_over(&BTreeMap::from([(DEFAULT_POOL.to_owned(), records)]), self.now);
+    }
+
+    fn set(&self, family: Family) -> &BlockSet<String> {
+        self.ledger.set(DEFAULT_POOL, family).unwrap()
     }
 
     fn get(&self, name: &str) -> &Node {
@@ -194,7 +209,7 @@ fn with_one_family_full_nothing_of_the_other_is_booked() {
     for _ in 0..3 {
         assert!(cluster.round().is_empty());
     }
-    assert_eq!(cluster.ledger.ipv4.as_ref().unwrap().peek(&[]), Ok(net("10.40.0.64/26")));
+    assert_eq!(cluster.set(Family::Ipv4).peek(&[]), Ok(net("10.40.0.64/26")));
 }
 
 // case: ipam B4
@@ -420,8 +435,9 @@ fn deleting_an_unknown_node_has_no_effect() {
     let before = cluster.ledger.clone();
     cluster.nodes.clear();
     assert!(cluster.round().is_empty());
-    assert_eq!((&cluster.ledger.ipv4, &cluster.ledger.nodes), (&before.ipv4, &before.nodes));
-    assert_eq!(cluster.records, Ledger::take_over(&cluster.settings, &Records::default(), at(0)).records());
+    assert_eq!(cluster.set(Family::Ipv4), before.set(DEFAULT_POOL, Family::Ipv4).unwrap());
+    assert_eq!(cluster.ledger.nodes, before.nodes);
+    assert_eq!(cluster.records, cluster.settings.take_over(&RecordSet::new(), at(0)).records()[DEFAULT_POOL]);
 }
 
 // case: ipam A11
@@ -546,7 +562,7 @@ fn a_node_that_claims_its_block_and_never_saw_another_keeps_it() {
     let planned = cluster.plan();
     assert_eq!(planned.nodes["a"].pod_cidrs, Some(vec![net("10.33.0.0/26")]));
     // Recorded, and not written: the agent was faster.
-    cluster.records = planned.records.unwrap();
+    cluster.records = planned.records.unwrap().remove(DEFAULT_POOL).unwrap();
     cluster.new_leader();
     let a = cluster.get_mut("a");
     (a.pod_cidrs, a.claim) = (vec!["10.33.0.128/26".into()], Some(net("10.33.0.128/26")));
@@ -659,11 +675,51 @@ fn a_block_of_no_recorded_pool_is_refused_and_its_node_left_alone() {
 }
 
 #[test]
-fn records_that_cannot_be_read_name_the_key() {
-    let data = BTreeMap::from([("pools.json".to_owned(), "[{]".to_owned())]);
-    let error = Records::from_data(&data).unwrap_err().to_string();
-    assert!(error.contains("pools.json"), "{error}");
-    assert_eq!(Records::from_data(&BTreeMap::new()).unwrap(), Records::default());
+fn allocation_stops_before_the_records_outgrow_their_object() {
+    // Dual-stack, with names of 63 characters, the longest that cloud providers make.
+    let settings = dual(family(&["10.0.0.0/8"], 24), family(&["fd00:1234:5678::/48"], 64));
+    let name = |index: usize| format!("{:-<55}{index:08}", "node");
+    let generation = |first: usize| (first..first + 5000).map(|index| node(&name(index), 0, &[])).collect::<Vec<_>>();
+    let mut cluster = Cluster::new(settings, generation(0));
+    cluster.round();
+    assert_eq!(cluster.records.blocks.len(), 5000);
+    let size = |records: &Records| {
+        let data = records.to_data(&BTreeMap::new()).unwrap();
+        assert_eq!(&Records::from_data(&data).unwrap(), records);
+        data.iter().map(|(key, value)| key.len() + value.len()).sum::<usize>()
+    };
+    assert!(size(&cluster.records) < LIMIT);
+    // All machines are replaced at once: what the former ones had is in quarantine, and only some of the new ones fit in.
+    cluster.nodes = generation(5000);
+    cluster.round();
+    let served = cluster.records.blocks.len();
+    assert!((1..5000).contains(&served) && cluster.records.quarantine.len() == 10_000, "{served}");
+    assert!(size(&cluster.records) < LIMIT, "{}", size(&cluster.records));
+    let waiting = cluster.nodes.iter().find(|node| node.pod_cidrs.is_empty()).unwrap().name.clone();
+    assert_eq!(cluster.code(&waiting), Some(Code::RecordsFull));
+    assert!(cluster.round().is_empty());
+    // The next leader reads them, and serves the others when the quarantine has ended.
+    cluster.new_leader();
+    cluster.now = at(BLOCK_QUARANTINE.as_secs() as i64);
+    assert_eq!(cluster.round().len(), 5000 - served);
+    assert!(cluster.nodes.iter().all(|node| node.pod_cidrs.len() == 2 && node.error.is_empty()));
+}
+
+#[test]
+fn a_claim_without_room_in_the_records_is_booked_later_and_not_allocated_meanwhile() {
+    let nodes = vec![node("a", 0, &["10.33.0.0/26"]), node("b", 1, &["10.33.0.64/26"]), node("c", 2, &[])];
+    let cluster = Cluster::new(pool(&["10.33.0.0/24"], 26), nodes);
+    let within = |limit| {
+        let input = Input { nodes: cluster.nodes.clone(), synced: true, settled: true };
+        plan_within(limit, &input, cluster.ledger.clone(), at(0))
+    };
+    let small = within(40);
+    assert_eq!(small.nodes["b"].verdict.as_ref().unwrap().code, Code::RecordsFull);
+    assert_eq!(small.nodes["c"].verdict.as_ref().unwrap().code, Code::RecordsFull);
+    assert_eq!(small.nodes["c"].pod_cidrs, None);
+    let room = within(1000);
+    assert_eq!(room.nodes["c"].pod_cidrs, Some(vec![net("10.33.0.128/26")]));
+    assert_eq!(room.records.unwrap()[DEFAULT_POOL].blocks.len(), 3);
 }
 
 #[derive(Debug, Clone)]
@@ -751,7 +807,7 @@ proptest! {
             // Nothing is assigned that another node lists, and a quarantined block only to its former owner.
             for (name, change) in &planned.nodes {
                 let had = cluster.ledger.nodes.get(name).filter(|known| known.uid.as_ref().is_none_or(|uid| *uid == change.uid));
-                let had: Vec<IpNet> = had.iter().flat_map(|known| known.blocks.iter().map(|block| block.net)).collect();
+                let had: Vec<IpNet> = had.iter().flat_map(|known| known.held.iter().map(|held| held.block.net)).collect();
                 for given in change.pod_cidrs.iter().flatten().filter(|given| !had.contains(given)) {
                     for (other, listed) in &listed_before {
                         let holds_whole_pool = listed.contains(&net("10.33.0.0/24"));
@@ -774,7 +830,7 @@ proptest! {
             prop_assert_eq!(&again.ledger, &cluster.ledger);
 
             // One owner for each address.
-            let held: Vec<IpNet> = cluster.ledger.nodes.values().flat_map(|known| known.blocks.iter().map(|b| b.net)).collect();
+            let held: Vec<IpNet> = cluster.ledger.nodes.values().flat_map(|known| known.held.iter().map(|held| held.block.net)).collect();
             for (index, net) in held.iter().enumerate() {
                 prop_assert!(held.iter().skip(index + 1).all(|other| !overlaps(net, other)));
             }
