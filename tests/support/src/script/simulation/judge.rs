@@ -151,6 +151,17 @@ impl Judge {
         }
     }
 
+    /// A machine's agent has decided to allocate from no pod CIDR. Returns the one that it allocated from before.
+    ///
+    /// # Errors
+    /// Pods have addresses of it.
+    pub(super) fn uses_none(&mut self, name: &str) -> Result<Option<Ipv4Net>, String> {
+        match self.used.remove(name) {
+            Some(before) if self.has_pods(name) => Err(format!("{name} stopped serving {before} under its pods")),
+            before => Ok(before),
+        }
+    }
+
     /// Whether pods of this machine have addresses and remain running.
     pub(super) fn has_pods(&self, name: &str) -> bool {
         self.addresses.values().any(|pod| pod.0 == name && !self.ending.contains(pod))

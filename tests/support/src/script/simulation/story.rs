@@ -167,11 +167,16 @@ impl Story {
             }
         }
         for name in self.nodes.iter().filter(|(_, node)| node.agent).map(|(name, _)| name.clone()).collect::<Vec<_>>() {
-            let pool = self.world.agent(&name)?.node.pod_cidr();
-            if let Some(pool) = pool
-                && self.judge.uses(&name, pool)?
-            {
-                self.say(&format!("    {name} uses {pool}"));
+            let served = self.world.agent(&name)?.node.pool.peek();
+            let news = match served.rows.get(&()) {
+                Some(row) => self.judge.uses(&name, row.pod_cidr)?.then(|| format!("    {name} uses {}", row.pod_cidr)),
+                None if served.synced => {
+                    self.judge.uses_none(&name)?.map(|former| format!("    {name} uses {former} no more"))
+                }
+                None => None,
+            };
+            if let Some(news) = news {
+                self.say(&news);
             }
         }
         Ok(())
