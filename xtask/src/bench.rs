@@ -59,5 +59,8 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<()> {
 
 /// The image of the optimised build.
 fn image(workspace: &Workspace) -> Result<PathBuf> {
-    image::run(workspace, &image::Options { debug: false, no_build: false, variant: false, name: image::NAME.to_owned() })
+    image::run(
+        workspace,
+        &image::Options { debug: false, no_build: false, variant: false, name: image::NAME.to_owned() },
+    )
 }

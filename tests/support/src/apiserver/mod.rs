@@ -912,9 +912,17 @@ fn form_of(resource: &Resource, form: Form, object: &Value, now: Timestamp) -> S
     }
 }
 
-/// A list in its wire format.
+/// A list in its wire format. The items of built-in kinds have neither `apiVersion` nor `kind`: the list's say them.
 fn list_of(resource: &Resource, items: &[Cow<'_, Value>], metadata: &Value) -> String {
-    let items: Vec<String> = items.iter().map(ToString::to_string).collect();
+    let text = |item: &Cow<'_, Value>| match &**item {
+        Value::Object(fields) if resource.is_built_in() => {
+            let is_of_item = |key: &str| key != "apiVersion" && key != "kind";
+            let fields: BTreeMap<&String, &Value> = fields.iter().filter(|(key, _)| is_of_item(key)).collect();
+            json!(fields).to_string()
+        }
+        item => item.to_string(),
+    };
+    let items: Vec<String> = items.iter().map(text).collect();
     let (version, kind, items) = (resource.api_version(), &resource.kind, items.join(","));
     format!(r#"{{"apiVersion":"{version}","items":[{items}],"kind":"{kind}List","metadata":{metadata}}}"#)
 }

@@ -95,6 +95,11 @@ impl Resource {
         if self.group.is_empty() { self.version.clone() } else { format!("{}/{}", self.group, self.version) }
     }
 
+    /// Whether the kind is not that of a custom resource.
+    pub(super) fn is_built_in(&self) -> bool {
+        self.strategic_patch
+    }
+
     /// Whether an owner reference or a manifest means this kind.
     pub(super) fn is_kind(&self, api_version: &str, kind: &str) -> bool {
         let (group, version) = api_version.rsplit_once('/').unwrap_or(("", api_version));
