@@ -5,7 +5,7 @@
 //! with bounded concurrency, so that a hanging disk takes no threads from netlink. Scripts and the simulation run it
 //! inline: they have no hanging disk, and their clock is paused, where threads would make runs irreproducible.
 
-use std::future::pending;
+use std::future::{Future, pending};
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use tokio::sync::Semaphore;
@@ -45,12 +45,31 @@ impl Blocking {
             drop(permit);
             done
         });
-        match on_thread.await.map_err(tokio::task::JoinError::try_into_panic) {
-            Ok(done) => done,
-            Err(Ok(panic)) => resume_unwind(panic),
-            // The runtime is shutting down, and this task with it.
-            Err(Err(_)) => pending().await,
+        joined(on_thread).await
+    }
+
+    /// Runs a task that blocks between its awaits, such as an actor or a loop around a file, on a thread of its own until it
+    /// ends. It does not count against the bound. Dropping this future does not end the task: it needs its own
+    /// cancellation. A panic of the task is propagated to the caller.
+    pub async fn host<F>(&self, task: F) -> F::Output
+    where
+        F: Future + Send + 'static,
+        F::Output: Send + 'static,
+    {
+        if self.threads.is_none() {
+            return task.await;
         }
+        let runtime = tokio::runtime::Handle::current();
+        joined(tokio::task::spawn_blocking(move || runtime.block_on(task))).await
+    }
+}
+
+async fn joined<T>(on_thread: tokio::task::JoinHandle<T>) -> T {
+    match on_thread.await.map_err(tokio::task::JoinError::try_into_panic) {
+        Ok(done) => done,
+        Err(Ok(panic)) => resume_unwind(panic),
+        // The runtime is shutting down, and this task with it.
+        Err(Err(_)) => pending().await,
     }
 }
 
@@ -120,6 +139,27 @@ mod tests {
             assert!(run.await.unwrap_err().is_panic());
             assert_eq!(port.run(|| 1).await, 1, "the permit came back");
         }
+    }
+
+    #[tokio::test]
+    async fn a_hosted_task_that_blocks_does_not_block_the_worker() {
+        let (release, hang) = mpsc::channel::<()>();
+        let (sender, mut answer) = tokio::sync::mpsc::channel(1);
+        let hosted = tokio::spawn(async move {
+            let task = async move {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                sender.send(1).await.unwrap();
+                // Blocks its thread.
+                hang.recv().unwrap();
+                sender.send(2).await.unwrap();
+            };
+            Blocking::threads(1).host(task).await;
+        });
+        assert_eq!(answer.recv().await, Some(1));
+        tokio::task::yield_now().await;
+        release.send(()).unwrap();
+        assert_eq!(answer.recv().await, Some(2));
+        hosted.await.unwrap();
     }
 
     #[tokio::test(start_paused = true)]

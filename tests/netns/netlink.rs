@@ -223,7 +223,7 @@ fn the_network_table_follows_changes_also_after_an_overflow() {
             namespace
                 .run(|| {
                     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-                    runtime.block_on(monitor::follow(table, stop))
+                    runtime.block_on(monitor::follow(table, cistern::blocking::Blocking::inline(), stop))
                 })
                 .unwrap()
         });

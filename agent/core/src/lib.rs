@@ -11,17 +11,17 @@
 //! | [`ipam`] | pod CIDRs of nodes, addresses of pods |
 //! | [`masquerade`] | which packets leave with the node's address |
 //! | [`cni`] | types of the CNI specification, steps of ADD, CHECK and DEL |
-//! | [`lease`] | leader election, by the state of a Lease object |
+//! | [`election`] | leader election, by the state of a Lease object |
 //! | [`format`](mod@format) | compatibility of persistent documents between builds |
 //! | [`moment`] | order of events, independent of the wall clock |
 //! | [`uninstall`] | requests to clean a node, and answers |
 //! | [`reconcile`] | classes of errors, and retry times |
 
 pub mod cni;
+pub mod election;
 pub mod format;
 pub mod ip;
 pub mod ipam;
-pub mod lease;
 pub mod masquerade;
 pub mod moment;
 pub mod reconcile;

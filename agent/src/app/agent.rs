@@ -17,7 +17,9 @@ use cistern_core::settings::{IpamMode, Settings};
 use ipnet::IpNet;
 use jiff::Timestamp;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::oneshot;
 
 /// Runs until SIGTERM or SIGINT.
 ///
@@ -71,7 +73,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let (configuration, waits) = (NetworkConfiguration::of(&settings), shared.waits.clone());
     let (served, findings) = (ServedMarker::new(marker.clone()), shared.findings.clone());
     let role = cancel.child_token();
-    let running = agent_role::start(
+    let mut running = agent_role::start(
         Agent {
             build: super::build_info::long(),
             reserved_ports: kernel::reserved_ports(),
@@ -92,33 +94,32 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
             operator,
             listener: Some(listener),
             served: served.clone(),
+            ports: ports.clone(),
             shared,
         },
         &role,
     )?;
+    let answers = Arc::clone(&running.answers);
     let asked = uninstall::requested(settings.node_name.clone(), running.cilium_nodes.clone());
-    let asked = tokio::spawn(async move {
-        let request = asked.await;
+    let (request, mut requested) = oneshot::channel();
+    running.spawn("uninstall", async move {
+        // The receiver is there until the role has ended.
+        let _ = request.send(asked.await);
         role.cancel();
-        request
     });
-    let replay = tokio::spawn(deletions::replay(running.answers.endpoints.clone(), findings));
-    let served = tokio::spawn(served.keep(running.answers.node.clone()));
-    let marked = tokio::spawn(mark_boot(marker, began, running.answers.endpoints.clone()));
-    let configured = configuration.map(|conf| tokio::spawn(conf.keep(running.answers.clone(), waits)));
-    let outcome = running.join().await.context("the agent terminates; pods continue with the kernel's state");
-    marked.abort();
-    replay.abort();
-    served.abort();
-    configured.inspect(tokio::task::JoinHandle::abort);
-    outcome?;
-    if cancel.is_cancelled() {
-        asked.abort();
-    } else {
-        let request = asked.await?;
+    running.spawn_blocking("replay DELs", &ports.disk, deletions::replay(answers.endpoints.clone(), findings));
+    running.spawn_blocking("mark served", &ports.disk, served.keep(answers.node.clone()));
+    running.spawn_blocking("mark boot", &ports.disk, mark_boot(marker, began, answers.endpoints.clone()));
+    if let Some(configuration) = configuration {
+        running.spawn_blocking("CNI configuration", &ports.disk, configuration.keep(answers, waits));
+    }
+    running.join().await.context("the agent terminates; pods continue with the kernel's state")?;
+    if let Ok(request) = requested.try_recv()
+        && !cancel.is_cancelled()
+    {
         tokio::select! {
             () = cancel.cancelled() => {}
-            () = uninstall::clean_and_answer(client, &settings, &state, request) => {}
+            () = uninstall::clean_and_answer(client, &settings, &state, request, &ports.disk) => {}
         }
     }
     tracing::info!("stopped");
@@ -139,19 +140,20 @@ fn lease_clock(marker: &BootMarker) -> (Clock, Timestamp, RecordTimes) {
     (Clock::following_runtime(began.checked_add(uptime).unwrap_or(now)), began, times)
 }
 
-/// Sets the marker of the boot once the cleanup after the reboot is complete and on disk. If the disk fails for long,
-/// the next agent repeats the cleanup.
+/// Sets the marker of the boot once the cleanup after the reboot is complete and on disk; never returns. If the disk
+/// fails for long, the next agent repeats the cleanup.
 async fn mark_boot(marker: BootMarker, began: Timestamp, endpoints: Endpoints) {
     loop {
         match endpoints.view().await {
             Ok(view) if view.durable => break,
             Ok(_) => tokio::time::sleep(MARK_RETRY).await,
-            Err(_) => return,
+            Err(_) => return std::future::pending().await,
         }
     }
     if let Err(error) = marker.set(began) {
         tracing::error!(%error, "the boot marker is not written: the next start repeats the cleanup after the reboot");
     }
+    std::future::pending::<()>().await;
 }
 
 const MARK_RETRY: Duration = Duration::from_secs(1);

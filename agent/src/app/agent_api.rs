@@ -10,6 +10,7 @@ use crate::api::types::{
     GcResponse, Health, HostAddressing, HostFamily, IpReport, IpamAddress, IpamResponse, LeasedAddress, NodeReply,
     Status,
 };
+use crate::blocking::Blocking;
 use crate::clock::{self, Clock};
 use crate::leases::{self, EndpointError, Endpoints};
 use crate::tables::notices::{Notices, Reason};
@@ -28,6 +29,8 @@ pub struct Answers {
     pub endpoints: Endpoints,
     /// What is known of this node.
     pub node: NodeStatus,
+    /// Port of dumps of kernel maps.
+    pub inspection: Blocking,
     /// Output: notices to be published as events.
     pub notices: Notices,
     /// Records for CNI STATUS that this node serves.
@@ -43,7 +46,7 @@ impl Answers {
         let view = self.endpoints.view().await.unwrap_or_default();
         let node = self.node.clone();
         // Reading a kernel map needs a system call per entry.
-        let packets = tokio::task::spawn_blocking(move || node.packets()).await.unwrap_or_default();
+        let packets = self.inspection.run(move || node.packets()).await;
         render(&metrics::agent(&self.node, &view, &packets, self.clock.now()))
     }
 }
@@ -283,7 +286,9 @@ impl AgentApi for Answers {
     }
 
     async fn map(&self, name: String) -> Result<serde_json::Value, Failure> {
-        self.node.map(&name)
+        // A table of flows takes hundreds of thousands of system calls.
+        let node = self.node.clone();
+        self.inspection.run(move || node.map(&name)).await
     }
 
     async fn explain_ip(&self, ip: String) -> Result<AddressExplanation, Failure> {

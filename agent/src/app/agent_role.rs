@@ -1,7 +1,6 @@
 //! The tasks of a node.
 
 use super::agent_api::Answers;
-use super::condition;
 use super::node_status::{MapRows, NodeStatus, ROUTER_ADDRESS};
 use super::operator_role::{self, Operator, until};
 use super::remembered;
@@ -9,8 +8,9 @@ use super::served::ServedMarker;
 use super::supervisor::Supervisor;
 use super::targets::{Target, Targets};
 use crate::api::{http, server};
+use crate::blocking::{Blocking, Ports};
 use crate::clock::Clock;
-use crate::controllers::{masquerade, node, notices as tell, peers, routes};
+use crate::controllers::{condition, masquerade, node, notices as tell, peers, routes};
 use crate::files;
 use crate::kubernetes::cilium_node::OwnNode;
 use crate::kubernetes::client::Client;
@@ -79,6 +79,8 @@ pub struct Agent {
     pub listener: Option<UnixListener>,
     /// Records for CNI STATUS that this node serves.
     pub served: ServedMarker,
+    /// Ports for work that may block on the disk or the kernel.
+    pub ports: Ports,
     /// State shared with the operator's controllers.
     pub shared: Shared,
 }
@@ -95,7 +97,7 @@ pub struct Shared {
     /// State of the reconcilers.
     pub targets: Arc<Table<String, TargetStatus>>,
     /// State of the election.
-    pub leader: Arc<Table<(), kubernetes::lease::LeaderRow>>,
+    pub leader: Arc<Table<(), kubernetes::election::LeaderRow>>,
     /// Notices to be published as events about this node.
     pub notices: Notices,
 }
@@ -127,6 +129,23 @@ pub struct Running {
 }
 
 impl Running {
+    /// Adds a task of the process to those of the role, to be dropped when the role is cancelled.
+    pub fn spawn(&mut self, name: &'static str, work: impl Future<Output = ()> + Send + 'static) {
+        let token = self.tasks.token();
+        self.tasks.spawn_loop(name, until(token, work));
+    }
+
+    /// As [`Running::spawn`], for a task that blocks between its awaits.
+    pub fn spawn_blocking(
+        &mut self,
+        name: &'static str,
+        port: &Blocking,
+        work: impl Future<Output = ()> + Send + 'static,
+    ) {
+        let work = until(self.tasks.token(), work);
+        self.tasks.spawn_loop(name, hosted(port, work));
+    }
+
     /// Runs until cancelled, or until a task ends unexpectedly.
     ///
     /// # Errors
@@ -141,7 +160,7 @@ impl Running {
 /// # Errors
 /// The persistent state cannot be read, so that nothing may be allocated.
 pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running> {
-    let Agent { settings, client, targets, shared, .. } = agent;
+    let Agent { settings, client, targets, ports, shared, .. } = agent;
     let Shared { clock, waits, findings, targets: statuses, leader, notices } = shared;
     let name = settings.node_name.clone();
     let mut tasks = Supervisor::new("agent", cancel);
@@ -177,7 +196,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     tasks.spawn("network", (targets.network)(Arc::clone(&network), token.clone()));
     if settings.enable_ip_masq_agent {
         let follow = files::follow(settings.ip_masq_agent_config_path.clone(), Arc::clone(&ip_masq_file));
-        tasks.spawn_loop("ip-masq-agent file", until(token.clone(), follow));
+        tasks.spawn_loop("ip-masq-agent file", hosted(&ports.disk, until(token.clone(), follow)));
     }
 
     // === Decide ===
@@ -234,10 +253,8 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
         "notices",
         Box::pin(tell::node(name.clone(), pool.reader(), waits.reader(), findings.reader(), known, notices.clone())),
     );
-    decide(
-        "remember",
-        Box::pin(remembered::run(agent.state.clone(), remembered, masquerade.last_good.reader(), waits.clone())),
-    );
+    let remember = remembered::run(agent.state.clone(), remembered, masquerade.last_good.reader(), waits.clone());
+    tasks.spawn_loop("remember", hosted(&ports.disk, until(token.clone(), remember)));
 
     // === Do ===
     let reconcile = Reconcilers { statuses: Arc::clone(&statuses), clock, token: token.clone() };
@@ -305,7 +322,8 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
         },
         token.clone(),
     );
-    tasks.spawn_loop("pod leases", owner);
+    // It writes records, examines namespaces and deletes devices between its awaits.
+    tasks.spawn_loop("pod leases", hosted(&ports.disk, owner));
 
     // === Lead ===
     let identity = agent.operator.as_ref().map(|operator| operator.election.identity.clone());
@@ -319,6 +337,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     tasks.spawn_loop("write node condition", reconcile.run("node condition", target, conditions.reader()));
     let answers = Arc::new(Answers {
         endpoints: ask,
+        inspection: ports.inspection.clone(),
         notices,
         served: agent.served,
         clock,
@@ -347,7 +366,9 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             maps: agent.maps,
         },
     });
-    tasks.spawn_loop("node condition", until(token.clone(), condition::run(answers.node.clone(), conditions)));
+    let node = answers.node.clone();
+    let follow = condition::run(node.node.clone(), move || node.condition(), conditions);
+    tasks.spawn_loop("node condition", until(token.clone(), follow));
     if let Some(listener) = agent.listener {
         let serve = server::serve(listener, Arc::clone(&answers), token.clone());
         tasks.spawn("API", async move { Ok(serve.await?) });
@@ -377,6 +398,15 @@ pub fn node_mode(settings: &Settings) -> Box<dyn NodeMode> {
         IpamMode::ClusterPool => Box::new(ClusterPool { ranges: settings.cluster_pool_ipv4.clone() }),
         IpamMode::Kubernetes => Box::new(Kubernetes { require_ipv6: settings.require_ipv6_pod_cidr }),
     }
+}
+
+/// Moves a task that blocks between its awaits off the async workers.
+fn hosted(
+    port: &Blocking,
+    work: impl Future<Output = ()> + Send + 'static,
+) -> impl Future<Output = ()> + Send + 'static {
+    let port = port.clone();
+    async move { port.host(work).await }
 }
 
 /// Starts reconcilers that only differ in name, target and table.

@@ -154,6 +154,8 @@ fn role(matches: &ArgMatches, role: Role) -> ExitCode {
         Role::Agent => runtime.block_on(agent::run(settings)),
         Role::Operator => runtime.block_on(operator::run(settings)),
     };
+    // Do not wait for threads that hang on a disk or in the kernel.
+    runtime.shutdown_background();
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -31,8 +31,9 @@ pub fn open(settings: &Settings, findings: &Findings, port: &Blocking) -> anyhow
         remove_datapath(settings)?;
         (None, None)
     };
+    let reading = port.clone();
     let targets = Targets {
-        network: Box::new(|table, cancel| Box::pin(async move { Ok(monitor::follow(table, cancel).await?) })),
+        network: Box::new(|table, cancel| Box::pin(async move { Ok(monitor::follow(table, reading, cancel).await?) })),
         routes: blocking_target(Routes::open()?, port),
         router: blocking_target(RouterAddress::open()?, port),
         datapath,
@@ -86,6 +87,7 @@ fn open_datapath(
     );
     let view = datapath.view()?;
     let collector = datapath.collector()?;
+    let collecting = port.clone();
     let targets = DatapathTargets {
         excluded: blocking_target(datapath.excluded()?, port),
         endpoints: blocking_target(datapath.endpoints()?, port),
@@ -94,7 +96,7 @@ fn open_datapath(
         devices: blocking_target(datapath.devices()?, port),
         settings: blocking_target(datapath.settings(rand::random())?, port),
         attachments: blocking_target(datapath.attachments()?, port),
-        background: Box::new(|cancel| Box::pin(background(events, collector, cancel))),
+        background: Box::new(move |cancel| Box::pin(background(events, collector, collecting, cancel))),
     };
     Ok((targets, Arc::new(move |name| rows(&view, name).map_err(|error| format!("{error:#}")))))
 }
@@ -118,22 +120,28 @@ const COLLECT: Duration = Duration::from_secs(5);
 const COLLECT_SLICE: Duration = Duration::from_millis(100);
 
 /// Expires flows and logs events of the kernel programs, until cancelled.
-async fn background(events: Events, collector: Collector, cancel: CancellationToken) -> anyhow::Result<()> {
+async fn background(
+    events: Events,
+    collector: Collector,
+    port: Blocking,
+    cancel: CancellationToken,
+) -> anyhow::Result<()> {
     tokio::select! {
         () = cancel.cancelled() => Ok(()),
         ended = events.forward() => Ok(ended?),
-        ended = collect(collector) => ended,
+        () = collect(collector, port) => Ok(()),
     }
 }
 
-async fn collect(mut collector: Collector) -> anyhow::Result<()> {
+async fn collect(mut collector: Collector, port: Blocking) {
     loop {
-        let (returned, outcome) = tokio::task::spawn_blocking(move || {
-            let outcome = collector.step();
-            (collector, outcome)
-        })
-        .await?;
-        collector = returned;
+        let outcome;
+        (collector, outcome) = port
+            .run(move || {
+                let outcome = collector.step();
+                (collector, outcome)
+            })
+            .await;
         let pause = match outcome {
             Ok(collected) => {
                 if collected.expired + collected.stale + collected.inbound_expired > 0 {

@@ -1,7 +1,7 @@
 //! Gauges and kernel counters of this process, gathered for each scrape.
 
 use super::node_status::NodeStatus;
-use crate::kubernetes::lease::LeaderRow;
+use crate::kubernetes::election::LeaderRow;
 use crate::leases::View;
 use crate::reconciler::TargetStatus;
 use crate::tables::Reader;

@@ -7,7 +7,6 @@ pub mod agent_api;
 pub mod agent_role;
 pub mod build_info;
 pub mod cli;
-pub mod condition;
 pub mod deletions;
 pub mod host;
 pub mod install;

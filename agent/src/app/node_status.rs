@@ -6,19 +6,22 @@ use crate::api::types::{
     FindingReport, Health, LeaderReport, MasqueradeReport, NodeReply, NodeReport, OwnNodeReply, ReconcilerReport,
     RowReport, Status, WaitReport,
 };
-use crate::kubernetes::lease::LeaderRow;
+use crate::kubernetes::election::LeaderRow;
 use crate::leases::{self, View};
 use crate::reconciler::TargetStatus;
 use crate::tables::Reader;
 use crate::tables::findings::{FindingKey, FindingRow};
-use crate::tables::rows::{CiliumNodeRow, MasqueradeRow, NetworkRow, PeerRow, PoolRow, Wait};
+use crate::tables::rows::{
+    CiliumNodeRow, LinkRow, MasqueradeRow, NetworkRow, NodeCondition, PeerRow, PoolRow, RouteRow, Wait,
+};
 use cistern_core::cni::refusal::Refusal;
 use cistern_core::ipam::explain::{self, NodeFacts};
 use cistern_core::ipam::supply::PoolUsage;
-use cistern_core::masquerade::decide::{Content, Direction, Exclusion, Node, Packet, TcpFlags, Verdict};
+use cistern_core::masquerade::decide::{Content, TcpFlags};
+use cistern_core::masquerade::explain as why;
 use cistern_core::masquerade::plan::{DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
 use ipnet::{IpNet, Ipv4Net};
-use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -382,40 +385,6 @@ impl NodeStatus {
         let (Some(settings), Some(_)) = (datapath.rows.get(&()), &self.maps) else {
             return Err(no_datapath());
         };
-        let unchanged = |rule: &str, why: String| ExplainMasqueradeResponse {
-            verdict: "unchanged".to_owned(),
-            rule: rule.to_owned(),
-            why,
-            leaves_as: None,
-            device: None,
-        };
-        let endpoints = self.endpoints.peek();
-        if endpoints.rows.contains_key(&request.to) {
-            let why = format!("{} is a pod of this node: the packet never reaches an egress device", request.to);
-            return Ok(unchanged("stays-on-node", why));
-        }
-        let network = self.network.peek();
-        let network = network.rows.get(&()).cloned().unwrap_or_default();
-        let own = |link: &crate::tables::rows::LinkRow| link.addresses.iter().any(|net| net.addr() == request.to);
-        if let Some(link) = network.links.values().find(|link| own(link)) {
-            let why =
-                format!("{} is an address of this node ({}): the packet is delivered here", request.to, link.name);
-            return Ok(unchanged("stays-on-node", why));
-        }
-        let route = network
-            .routes
-            .iter()
-            .filter(|route| route.destination.contains(&request.to))
-            .max_by_key(|route| route.destination.prefix_len());
-        let Some((route, ifindex)) = route.and_then(|route| Some((route, route.ifindex?))) else {
-            return Ok(unchanged("no-route", format!("this node has no route to {}", request.to)));
-        };
-        let name = network.links.get(&ifindex).map_or_else(|| ifindex.to_string(), |link| link.name.clone());
-        let devices = self.devices.peek();
-        let Some(device) = devices.rows.get(&ifindex) else {
-            let why = format!("the route to {} uses {name}, which is not an egress device", route.destination);
-            return Ok(ExplainMasqueradeResponse { device: Some(name), ..unchanged("other-device", why) });
-        };
         let content = match request.protocol.as_str() {
             "tcp" => Content::Tcp(TcpFlags::SYN),
             "udp" => Content::Udp,
@@ -425,43 +394,48 @@ impl NodeStatus {
                 return Err(Failure::new(Refusal::BadRequest, message));
             }
         };
-        let excluded = self.excluded.peek();
-        let mut node = Node {
-            device: *device,
-            endpoints: endpoints.rows.to_map(),
-            excluded: excluded
-                .rows
-                .iter()
-                .map(|(prefix, reason)| (*prefix, Exclusion { reason: *reason, since: None }))
-                .collect(),
-            ..Node::new(settings.clone())
+        let network = self.network.peek().rows.get(&()).cloned().unwrap_or_default();
+        let link = |row: LinkRow| why::Link { name: row.name, addresses: row.addresses };
+        let route = |row: &RouteRow| why::Route { destination: row.destination, ifindex: row.ifindex };
+        let facts = why::Facts {
+            settings: settings.clone(),
+            endpoints: self.endpoints.peek().rows.to_map(),
+            excluded: self.excluded.peek().rows.to_map(),
+            devices: self.devices.peek().rows.to_map(),
+            routes: network.routes.iter().map(route).collect(),
+            links: network.links.into_iter().map(|(ifindex, row)| (ifindex, link(row))).collect(),
         };
-        let packet = Packet {
-            content,
-            source: SocketAddrV4::new(request.from, request.from_port.unwrap_or(ANY_PORT)),
-            destination: SocketAddrV4::new(request.to, request.to_port.unwrap_or(ANY_PORT)),
-            device: endpoints.rows.get(&request.from).map_or(0, |endpoint| endpoint.ifindex),
-        };
-        let decision = node.decide(Direction::Egress, &packet, 0);
-        let (verdict, leaves_as) = match decision.verdict {
-            Verdict::Pass => ("unchanged", None),
-            Verdict::Source(source) => ("masqueraded", Some(*source.ip())),
-            Verdict::Destination(_) => ("redirected", None),
-            Verdict::Drop => ("dropped", None),
-        };
-        let rule = serde_json::to_value(decision.rule).ok();
+        let ExplainMasqueradeRequest { from, from_port, to, to_port, .. } = *request;
+        let answer = why::explain(facts, &why::Question { from, from_port, to, to_port, content });
         Ok(ExplainMasqueradeResponse {
-            verdict: verdict.to_owned(),
-            rule: rule.as_ref().and_then(serde_json::Value::as_str).unwrap_or("unknown").to_owned(),
-            why: decision.why,
-            leaves_as,
-            device: Some(name),
+            verdict: word(answer.verdict),
+            rule: word(answer.reason),
+            why: answer.why,
+            leaves_as: answer.leaves_as,
+            device: answer.device,
         })
+    }
+
+    /// This node's readiness as a condition of its Node.
+    #[must_use]
+    pub fn condition(&self) -> NodeCondition {
+        let health = self.health();
+        let pool = self.pool.peek();
+        let reason = match pool.rows.get(&()) {
+            _ if health.ready => "PodsServed",
+            None => "WaitingForPodCIDR",
+            Some(row) if row.blocked.is_some() => "PodCIDRBlocked",
+            Some(_) => "NotReady",
+        };
+        let message = if health.ready { "pods get addresses".to_owned() } else { health.reasons.join("; ") };
+        NodeCondition { ready: health.ready, reason: reason.to_owned(), message }
     }
 }
 
-/// Used if no port is given: a port in the range for flows.
-const ANY_PORT: u16 = 40_000;
+/// The string that a unit variant serialises to.
+fn word(value: impl serde::Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+}
 
 fn no_datapath() -> Failure {
     Failure::new(Refusal::NoDatapath, "this node does not masquerade: enable-ipv4-masquerade is false")

@@ -7,10 +7,10 @@ use super::supervisor::Supervisor;
 use super::{Refused, metrics, signals};
 use crate::api::http;
 use crate::clock::Clock;
-use crate::kubernetes::lease::Election;
+use crate::kubernetes::election::Election;
 use crate::telemetry::metrics::render;
 use anyhow::Context;
-use cistern_core::lease::evaluate::Timings;
+use cistern_core::election::evaluate::Timings;
 use cistern_core::settings::{IpamMode, Settings};
 use std::sync::Arc;
 

@@ -5,7 +5,7 @@ use crate::clock::Clock;
 use crate::controllers::ipam_cluster::{NotWritten, RecordStorage};
 use crate::controllers::{ipam_cluster, notices, orphans};
 use crate::kubernetes::client::Client;
-use crate::kubernetes::lease::{self, Election, LeaderRow, Scope};
+use crate::kubernetes::election::{self, Election, LeaderRow, Scope};
 use crate::kubernetes::orphans::Orphans;
 use crate::kubernetes::pod_cidrs::PodCidrs;
 use crate::kubernetes::records::{RecordStore, WriteError};
@@ -62,7 +62,7 @@ pub async fn run(operator: Operator, cancel: CancellationToken) -> anyhow::Resul
     let (busy, busy_seen) = watch::channel(false);
     let (doubt, doubted) = watch::channel(None);
     let election_cancel = CancellationToken::new();
-    let election = tokio::spawn(lease::run(
+    let mut election = tokio::spawn(election::run(
         operator.client.clone(),
         operator.election.clone(),
         Scope { until, busy: busy_seen, doubt },
@@ -75,6 +75,8 @@ pub async fn run(operator: Operator, cancel: CancellationToken) -> anyhow::Resul
         tokio::select! {
             biased;
             () = cancel.cancelled() => break Ok(()),
+            // Also while leading: without the election, leadership has ended.
+            ended = &mut election => return Err(unexpected(ended)),
             () = begun(&mut leading) => {}
         }
         busy.send_replace(true);
@@ -96,8 +98,17 @@ pub async fn run(operator: Operator, cancel: CancellationToken) -> anyhow::Resul
         }
     };
     election_cancel.cancel();
-    election.await?;
+    election.await.map_err(|error| unexpected(Err(error)))?;
     outcome
+}
+
+/// The election ended without being cancelled.
+fn unexpected(ended: Result<(), tokio::task::JoinError>) -> anyhow::Error {
+    const TASK: &str = "task \"election\" of operator";
+    match ended {
+        Ok(()) => anyhow::anyhow!("{TASK} ended unexpectedly"),
+        Err(error) => anyhow::Error::new(error).context(TASK),
+    }
 }
 
 /// Returns when this process leads. A deadline that has passed does not count, even before the election reports it:

@@ -3,23 +3,15 @@
 use super::agent_api::Answers;
 use crate::api::http::Probe;
 use crate::api::types::Health;
-use crate::kubernetes::lease::{self, LeaderRow};
+use crate::kubernetes::election::{self, LeaderRow};
 use crate::tables::Reader;
 use crate::tables::rows::Wait;
-use std::time::Duration;
-
-/// No operation of the lease owner takes longer, except on a hanging disk.
-const ANSWER: Duration = Duration::from_secs(5);
 
 impl Probe for Answers {
-    /// A node that waits for the API server or for its pod CIDR is alive: a restart would not help.
+    /// A node that waits for the API server, its pod CIDR or its disk is alive: a restart would not help. A task that ends
+    /// terminates the process, so an answering process is alive.
     async fn live(&self) -> Health {
-        let reason = match tokio::time::timeout(ANSWER, self.endpoints.view()).await {
-            Ok(Ok(_)) => return healthy(),
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => format!("the owner of the pod leases does not answer within {} s", ANSWER.as_secs()),
-        };
-        Health::new(vec![reason])
+        healthy()
     }
 
     async fn ready(&self) -> Health {
@@ -47,8 +39,8 @@ impl Probe for OperatorProbe {
         if self.leader.peek().rows.get(&()).is_none_or(|row| !row.leading && row.holder.is_none()) {
             reasons.push("no leader is known yet".to_owned());
         }
-        if let Some(wait) = self.waits.peek().rows.get(lease::WAIT) {
-            reasons.push(format!("{}: {}", lease::WAIT, wait.reason));
+        if let Some(wait) = self.waits.peek().rows.get(election::WAIT) {
+            reasons.push(format!("{}: {}", election::WAIT, wait.reason));
         }
         Health::new(reasons)
     }

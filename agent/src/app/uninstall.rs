@@ -1,6 +1,7 @@
 //! Uninstallation: the agent's part on its node, and `cistern uninstall`, which requests it from all agents.
 
 use super::network_configuration::NetworkConfiguration;
+use crate::blocking::Blocking;
 use crate::datapath::Pins;
 use crate::install::plugin;
 use crate::kubernetes::client::{Client, connect};
@@ -37,12 +38,19 @@ const IDLE: Duration = Duration::from_secs(2);
 /// Removes Cistern from this node, answers the request, and then only answers further requests, until dropped. The
 /// agent's tasks must have ended. Running pods keep their interfaces and addresses; their leases remain on disk, so
 /// that a later installation does not reallocate their addresses.
-pub async fn clean_and_answer(client: Client, settings: &Settings, state: &StateDir, mut request: String) {
+pub async fn clean_and_answer(
+    client: Client,
+    settings: &Settings,
+    state: &StateDir,
+    mut request: String,
+    port: &Blocking,
+) {
     let objects = Objects::new(client, &settings.namespace);
     let node = &settings.node_name;
     loop {
         tracing::warn!(request, "removing Cistern from this node, as requested by its CiliumNode");
-        let failures = clean(settings, state);
+        let (settings, state) = (settings.clone(), state.clone());
+        let failures = port.run(move || clean(&settings, &state)).await;
         for failure in &failures {
             tracing::error!("{failure}");
         }

@@ -1,6 +1,7 @@
 //! Controllers, one loop per concern: wait until all inputs are synced; then, on any change, snapshot, plan, publish.
 //! No I/O.
 
+pub mod condition;
 pub mod ipam_cluster;
 pub mod masquerade;
 pub mod node;

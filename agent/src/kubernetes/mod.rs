@@ -5,8 +5,8 @@
 pub mod cilium_node;
 pub mod client;
 pub mod crd;
+pub mod election;
 pub mod events;
-pub mod lease;
 pub mod node;
 pub mod node_condition;
 pub mod orphans;

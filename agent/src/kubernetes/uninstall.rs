@@ -1,6 +1,6 @@
 //! API objects of an uninstall.
 
-use super::lease::LEASE_NAME;
+use super::election::LEASE_NAME;
 use super::records::CONFIG_MAP;
 use super::{AGENT, KubernetesError, write};
 use cistern_core::uninstall::{ANSWER, REQUEST, answer};

@@ -5,6 +5,7 @@
 //! the rate.
 
 use super::{Handle, NetlinkError};
+use crate::blocking::Blocking;
 use crate::tables::Table;
 use crate::tables::rows::{LinkRow, NetworkRow, RouteRow};
 use ipnet::IpNet;
@@ -69,7 +70,11 @@ fn route_row(route: &Route) -> Option<RouteRow> {
 ///
 /// # Errors
 /// The socket for events fails, or the network cannot be read.
-pub async fn follow(table: Arc<Table<(), NetworkRow>>, cancel: CancellationToken) -> Result<(), NetlinkError> {
+pub async fn follow(
+    table: Arc<Table<(), NetworkRow>>,
+    port: Blocking,
+    cancel: CancellationToken,
+) -> Result<(), NetlinkError> {
     let failed = |action: &'static str| move |source: io::Error| NetlinkError::Socket { action, source };
     let mut changes = TokioSocket::new(NETLINK_ROUTE).map_err(failed("socket for changes"))?;
     changes.socket_mut().bind(&SocketAddr::new(0, 0)).map_err(failed("bind for changes"))?;
@@ -80,7 +85,7 @@ pub async fn follow(table: Arc<Table<(), NetworkRow>>, cancel: CancellationToken
     let mut buffer = Vec::new();
     loop {
         // Subscribe before reading, so that no change is missed.
-        let (row, returned) = read_apart(handle).await?;
+        let (row, returned) = read_apart(&port, handle).await?;
         handle = returned;
         table.publish(BTreeMap::from([((), row)]));
         tokio::select! {
@@ -100,16 +105,8 @@ pub async fn follow(table: Arc<Table<(), NetworkRow>>, cancel: CancellationToken
     }
 }
 
-async fn read_apart(mut handle: Handle) -> Result<(NetworkRow, Handle), NetlinkError> {
-    let task = tokio::task::spawn_blocking(move || read(&mut handle).map(|row| (row, handle)));
-    match task.await {
-        Ok(outcome) => outcome,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            // A blocking task is only dropped by a runtime that shuts down, and then this future is dropped, too.
-            Err(_) => std::future::pending().await,
-        },
-    }
+async fn read_apart(port: &Blocking, mut handle: Handle) -> Result<(NetworkRow, Handle), NetlinkError> {
+    port.run(move || read(&mut handle).map(|row| (row, handle))).await
 }
 
 /// Waits for an event. A lost event (`ENOBUFS`) counts as one.

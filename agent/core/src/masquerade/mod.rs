@@ -3,5 +3,6 @@
 pub mod cases;
 pub mod decide;
 pub mod expire;
+pub mod explain;
 pub mod ip_masq;
 pub mod plan;

@@ -11,9 +11,10 @@ use cistern::app::agent_role::{self, Agent, Shared};
 use cistern::app::operator;
 use cistern::app::operator_role::{self, Ipam, Operator};
 use cistern::app::served::ServedMarker;
+use cistern::blocking::Ports;
 use cistern::clock::Clock;
 use cistern::kubernetes::client::Client;
-use cistern::kubernetes::lease::Election;
+use cistern::kubernetes::election::Election;
 use cistern::state::StateDir;
 use cistern_core::ipam::cluster::cluster_pool::BLOCK_QUARANTINE;
 use cistern_core::ipam::lease::RecordTimes;
@@ -25,6 +26,9 @@ use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
+
+#[cfg(test)]
+mod stalls;
 
 use super::archive::Archive;
 use super::memory::Machine;
@@ -208,6 +212,16 @@ impl World {
 
     /// Starts the agent of a machine.
     pub(super) fn start_agent(&mut self, name: &str, settings: &str) -> Result<(), String> {
+        self.start_agent_as(name, settings, |agent| agent)
+    }
+
+    /// Starts the agent of a machine with changed parts.
+    fn start_agent_as(
+        &mut self,
+        name: &str,
+        settings: &str,
+        change: impl FnOnce(Agent) -> Agent,
+    ) -> Result<(), String> {
         let settings = read_settings(name, settings, Command::Agent)?;
         let shared = Shared::new(self.clock());
         let (client, lifeline) = self.server.mortal_client_as(name, Account::Agent);
@@ -240,10 +254,11 @@ impl World {
             served: ServedMarker::default(),
             operator,
             listener: None,
+            ports: Ports::inline(),
             shared,
         };
         let cancel = CancellationToken::new();
-        let running = agent_role::start(agent, &cancel).map_err(|error| format!("{error:#}"))?;
+        let running = agent_role::start(change(agent), &cancel).map_err(|error| format!("{error:#}"))?;
         let answers = Arc::clone(&running.answers);
         let task = tokio::spawn(running.join());
         self.add_role("agent", name, Role { cancel, task, lifeline, agent: Some((answers, grasp.alive)) })

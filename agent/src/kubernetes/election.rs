@@ -3,7 +3,7 @@
 use super::{KubernetesError, write};
 use crate::clock::Clock;
 use crate::tables::{Table, Waits};
-use cistern_core::lease::evaluate::{Action, Observation, Record, Timings, evaluate};
+use cistern_core::election::evaluate::{Action, Observation, Record, Timings, evaluate};
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::api::PostParams;
