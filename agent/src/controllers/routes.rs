@@ -1,34 +1,108 @@
 //! Routes of this node: to pods of other nodes, and an unreachable route for unallocated addresses.
 
-use crate::tables::rows::{NetworkRow, PeerRow, PoolRow, RouteTarget};
-use crate::tables::{Reader, Rows, Table, Waits};
+use crate::tables::rows::{LinkRow, NetworkRow, PeerRow, PoolRow, RouteTarget};
+use crate::tables::{Change, Reader, Rows, Table, Waits};
 use ipnet::Ipv4Net;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
-/// Input of the plan.
-#[derive(Debug)]
-pub struct Input<'a> {
+/// What a route depends on beside the nodes.
+#[derive(Debug, Clone, PartialEq)]
+struct Surroundings {
     /// Name of this node.
-    pub node: &'a str,
+    node: String,
     /// `auto-direct-node-routes`
-    pub direct: bool,
-    /// Every node of the cluster.
-    pub peers: &'a Rows<String, PeerRow>,
+    direct: bool,
     /// The pod CIDR that this node serves.
-    pub pool: Option<&'a PoolRow>,
-    /// Devices and routes of this node.
-    pub network: &'a NetworkRow,
+    own: Option<Ipv4Net>,
+    /// Devices of this node, by index. Its routes do not matter: most of them are those published here.
+    links: BTreeMap<u32, LinkRow>,
 }
 
-/// Routes, and the nodes without a route, each with the reason.
+/// The routes that follow from the nodes, kept so that a change of one node costs that node's routes.
 #[derive(Debug, PartialEq, Eq, Default)]
-pub struct Plan {
-    /// By destination.
-    pub routes: BTreeMap<Ipv4Net, RouteTarget>,
-    /// By node.
-    pub unreachable: BTreeMap<String, String>,
+struct Plan {
+    /// By destination and node. More than one node lists a pod CIDR while they contest it: the first by name counts.
+    candidates: BTreeMap<Ipv4Net, BTreeMap<String, RouteTarget>>,
+    /// Nodes without a route, each with the reason.
+    unreachable: BTreeMap<String, String>,
+}
+
+impl Plan {
+    fn new(around: &Surroundings, peers: &Rows<String, PeerRow>) -> Self {
+        let mut plan = Self::default();
+        for (name, peer) in peers.iter() {
+            plan.add(around, name, peer);
+        }
+        plan
+    }
+
+    fn add(&mut self, around: &Surroundings, name: &str, peer: &PeerRow) {
+        if !around.direct || name == around.node || peer.pod_cidrs.is_empty() {
+            return;
+        }
+        let Some((gateway, ifindex)) = neighbour(&around.links, &peer.internal_ips) else {
+            let reason = format!(
+                "auto-direct-node-routes: none of its InternalIP addresses {:?} is on a network of this node; {:?} is only \
+                 reachable by routes of the network",
+                peer.internal_ips, peer.pod_cidrs
+            );
+            self.unreachable.insert(name.to_owned(), reason);
+            return;
+        };
+        for pod_cidr in &peer.pod_cidrs {
+            let via = RouteTarget::Via { gateway, ifindex };
+            self.candidates.entry(*pod_cidr).or_default().insert(name.to_owned(), via);
+        }
+    }
+
+    fn remove(&mut self, name: &str, peer: &PeerRow) {
+        self.unreachable.remove(name);
+        for pod_cidr in &peer.pod_cidrs {
+            if let Some(of_nodes) = self.candidates.get_mut(pod_cidr) {
+                of_nodes.remove(name);
+                if of_nodes.is_empty() {
+                    self.candidates.remove(pod_cidr);
+                }
+            }
+        }
+    }
+
+    /// The route to a destination.
+    fn target(&self, around: &Surroundings, destination: Ipv4Net) -> Option<RouteTarget> {
+        // Another node that claims this node's own pod CIDR must not attract its pods' traffic.
+        if around.own == Some(destination) {
+            return Some(RouteTarget::Unreachable);
+        }
+        self.candidates.get(&destination)?.values().next().cloned()
+    }
+
+    fn routes(&self, around: &Surroundings) -> BTreeMap<Ipv4Net, RouteTarget> {
+        let destinations = self.candidates.keys().copied().chain(around.own);
+        destinations.filter_map(|destination| Some((destination, self.target(around, destination)?))).collect()
+    }
+
+    /// Follows the nodes that changed. Returns the destinations whose route may have.
+    fn follow(
+        &mut self,
+        around: &Surroundings,
+        before: &Rows<String, PeerRow>,
+        now: &Rows<String, PeerRow>,
+    ) -> Vec<Ipv4Net> {
+        let mut touched = Vec::new();
+        for Change { key, before, after } in now.changes_from(before) {
+            if let Some(peer) = before {
+                self.remove(key, peer);
+                touched.extend(&peer.pod_cidrs);
+            }
+            if let Some(peer) = after {
+                self.add(around, key, peer);
+                touched.extend(&peer.pod_cidrs);
+            }
+        }
+        touched
+    }
 }
 
 /// Follows the nodes and publishes `routes`. Nothing is published before all inputs are synced.
@@ -42,27 +116,41 @@ pub async fn run(
     waits: Waits,
 ) {
     let mut waiting: BTreeMap<String, String> = BTreeMap::new();
+    let mut planned: Option<(Surroundings, Rows<String, PeerRow>, Plan)> = None;
     loop {
         let peers_now = peers.synced().await;
         let network_now = network.synced().await;
         let pool_now = pool.snapshot();
         // Without the pod CIDR, which may only not be known yet, routes would be removed that pods need.
         if let Some(network_row) = network_now.rows.get(&()).filter(|_| pool_now.synced) {
-            let planned = plan(&Input {
-                node: &node,
+            let around = Surroundings {
+                node: node.clone(),
                 direct,
-                peers: &peers_now.rows,
-                pool: pool_now.rows.get(&()),
-                network: network_row,
-            });
-            for gone in waiting.keys().filter(|name| !planned.unreachable.contains_key(*name)) {
-                waits.end(&wait_name(gone));
+                own: pool_now.rows.get(&()).map(|pool| pool.pod_cidr),
+                links: network_row.links.clone(),
+            };
+            let plan = match planned.take() {
+                Some((then, before, mut plan)) if then == around => {
+                    let touched = plan.follow(&around, &before, &peers_now.rows);
+                    routes.modify(|rows| update(rows, &touched, |destination| plan.target(&around, destination)));
+                    plan
+                }
+                _ => {
+                    let plan = Plan::new(&around, &peers_now.rows);
+                    routes.publish(plan.routes(&around));
+                    plan
+                }
+            };
+            if plan.unreachable != waiting {
+                for gone in waiting.keys().filter(|name| !plan.unreachable.contains_key(*name)) {
+                    waits.end(&wait_name(gone));
+                }
+                for (name, reason) in &plan.unreachable {
+                    waits.begin(&wait_name(name), reason.clone(), None);
+                }
+                waiting.clone_from(&plan.unreachable);
             }
-            for (name, reason) in &planned.unreachable {
-                waits.begin(&wait_name(name), reason.clone(), None);
-            }
-            waiting = planned.unreachable;
-            routes.publish(planned.routes);
+            planned = Some((around, peers_now.rows.clone(), plan));
         }
         tokio::select! {
             biased;
@@ -73,48 +161,26 @@ pub async fn run(
     }
 }
 
+fn update(rows: &mut Rows<Ipv4Net, RouteTarget>, touched: &[Ipv4Net], target: impl Fn(Ipv4Net) -> Option<RouteTarget>) {
+    for destination in touched {
+        match target(*destination) {
+            Some(target) if rows.get(destination) == Some(&target) => {}
+            Some(target) => rows.insert(*destination, target),
+            None => {
+                rows.remove(destination);
+            }
+        }
+    }
+}
+
 fn wait_name(node: &str) -> String {
     format!("route to node {node}")
 }
 
-fn plan(input: &Input<'_>) -> Plan {
-    let mut plan = Plan::default();
-    if let Some(pool) = input.pool {
-        plan.routes.insert(pool.pod_cidr, RouteTarget::Unreachable);
-    }
-    if !input.direct {
-        return plan;
-    }
-    for (name, peer) in input.peers.iter().filter(|(name, _)| *name != input.node) {
-        if peer.pod_cidrs.is_empty() {
-            continue;
-        }
-        match neighbour(input.network, &peer.internal_ips) {
-            Some((gateway, ifindex)) => {
-                for pod_cidr in &peer.pod_cidrs {
-                    // Another node that claims this node's own pod CIDR must not attract its pods' traffic.
-                    plan.routes.entry(*pod_cidr).or_insert(RouteTarget::Via { gateway, ifindex });
-                }
-            }
-            None => {
-                plan.unreachable.insert(
-                    name.clone(),
-                    format!(
-                        "auto-direct-node-routes: none of its InternalIP addresses {:?} is on a network of this \
-                         node; {:?} is only reachable by routes of the network",
-                        peer.internal_ips, peer.pod_cidrs
-                    ),
-                );
-            }
-        }
-    }
-    plan
-}
-
 /// The first of `addresses` that is directly connected to a device of this node.
-fn neighbour(network: &NetworkRow, addresses: &[Ipv4Addr]) -> Option<(Ipv4Addr, u32)> {
+fn neighbour(links: &BTreeMap<u32, LinkRow>, addresses: &[Ipv4Addr]) -> Option<(Ipv4Addr, u32)> {
     addresses.iter().find_map(|address| {
-        network.links.iter().filter(|(_, link)| link.up && !link.loopback).find_map(|(ifindex, link)| {
+        links.iter().filter(|(_, link)| link.up && !link.loopback).find_map(|(ifindex, link)| {
             link.addresses.iter().find_map(|net| match net {
                 ipnet::IpNet::V4(net) if net.prefix_len() < 32 && net.contains(address) => Some((*address, *ifindex)),
                 _ => None,
@@ -126,9 +192,8 @@ fn neighbour(network: &NetworkRow, addresses: &[Ipv4Addr]) -> Option<(Ipv4Addr, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tables::rows::LinkRow;
 
-    fn network() -> NetworkRow {
+    fn links() -> BTreeMap<u32, LinkRow> {
         let link = LinkRow {
             name: "eth0".into(),
             up: true,
@@ -139,11 +204,16 @@ mod tests {
             mac: vec![2, 0, 0, 0, 0, 1],
             addresses: vec!["172.29.8.20/24".parse().unwrap()],
         };
-        NetworkRow { links: BTreeMap::from([(2, link)]), routes: Vec::new() }
+        BTreeMap::from([(2, link)])
     }
 
     fn peer(ip: &str, cidr: &str) -> PeerRow {
         PeerRow { internal_ips: vec![ip.parse().unwrap()], router: None, pod_cidrs: vec![cidr.parse().unwrap()] }
+    }
+
+    fn around(direct: bool) -> Surroundings {
+        let own = Some("10.244.1.0/24".parse().unwrap());
+        Surroundings { node: "n1".to_owned(), direct, own, links: links() }
     }
 
     #[test]
@@ -153,11 +223,9 @@ mod tests {
             ("n2".to_owned(), peer("172.29.8.21", "10.244.2.0/24")),
             ("n3".to_owned(), peer("198.51.100.3", "10.244.3.0/24")),
         ]);
-        let pool = PoolRow::new("10.244.1.0/24".parse().unwrap());
-        let mut input = Input { node: "n1", direct: true, peers: &peers, pool: Some(&pool), network: &network() };
-        let planned = plan(&input);
+        let planned = Plan::new(&around(true), &peers);
         assert_eq!(
-            planned.routes,
+            planned.routes(&around(true)),
             BTreeMap::from([
                 ("10.244.1.0/24".parse().unwrap(), RouteTarget::Unreachable),
                 (
@@ -167,15 +235,45 @@ mod tests {
             ])
         );
         assert!(planned.unreachable["n3"].contains("198.51.100.3"));
-        input.direct = false;
-        assert_eq!(plan(&input).routes.len(), 1);
+        assert_eq!(Plan::new(&around(false), &peers).routes(&around(false)).len(), 1);
     }
 
     #[test]
     fn a_node_that_claims_this_nodes_block_does_not_get_its_traffic() {
         let peers = Rows::from([("n2".to_owned(), peer("172.29.8.21", "10.244.1.0/24"))]);
-        let pool = PoolRow::new("10.244.1.0/24".parse().unwrap());
-        let planned = plan(&Input { node: "n1", direct: true, peers: &peers, pool: Some(&pool), network: &network() });
-        assert_eq!(planned.routes["10.244.1.0/24".parse::<Ipv4Net>().as_ref().unwrap()], RouteTarget::Unreachable);
+        let planned = Plan::new(&around(true), &peers);
+        let routes = planned.routes(&around(true));
+        assert_eq!(routes["10.244.1.0/24".parse::<Ipv4Net>().as_ref().unwrap()], RouteTarget::Unreachable);
+    }
+
+    #[test]
+    fn one_change_at_a_time_comes_to_the_same_plan() {
+        let steps = [
+            ("n2", Some(peer("172.29.8.21", "10.244.2.0/24"))),
+            ("n3", Some(peer("172.29.8.22", "10.244.2.0/24"))),
+            ("n4", Some(peer("198.51.100.3", "10.244.4.0/24"))),
+            ("n2", None),
+            ("n4", Some(peer("172.29.8.23", "10.244.4.0/24"))),
+            ("n3", Some(peer("172.29.8.22", "10.244.1.0/24"))),
+            ("n3", Some(peer("172.29.8.24", "10.244.3.0/24"))),
+            ("n3", None),
+        ];
+        let around = around(true);
+        let (mut peers, mut plan) = (Rows::new(), Plan::default());
+        let mut routes: Rows<Ipv4Net, RouteTarget> =
+            Rows::from([("10.244.1.0/24".parse().unwrap(), RouteTarget::Unreachable)]);
+        for (name, peer) in steps {
+            let before = peers.clone();
+            match peer {
+                Some(peer) => peers.insert(name.to_owned(), peer),
+                None => {
+                    peers.remove(name);
+                }
+            }
+            let touched = plan.follow(&around, &before, &peers);
+            update(&mut routes, &touched, |destination| plan.target(&around, destination));
+            let anew = Plan::new(&around, &peers);
+            assert_eq!((&plan, routes.to_map()), (&anew, anew.routes(&around)), "after {name}");
+        }
     }
 }

@@ -21,6 +21,7 @@
 mod audit;
 mod calls;
 mod handle;
+mod others;
 mod publish;
 mod supply;
 mod task;

@@ -2,13 +2,13 @@
 
 use super::task::Task;
 use crate::tables::findings::Found;
-use crate::tables::rows::{CiliumNodeRow, NetworkRow};
-use cistern_core::ip::{Family, overlaps};
+use crate::tables::rows::NetworkRow;
+use cistern_core::ip::Family;
 use cistern_core::ipam::audit::{self, HostLink};
 use cistern_core::ipam::lease::{
     Accepted, DEFAULT_POOL, Exclusion, LeaseState, Outcome, PodAttachment, RecordKey, Surroundings,
 };
-use cistern_core::ipam::node::pod_cidr::{Addresses, contested};
+use cistern_core::ipam::node::pod_cidr::Addresses;
 use cistern_core::ipam::node::{CiliumNodeFacts, Held, NodeFacts, NodeInput, NodePlan, Observed, kubernetes};
 use ipnet::IpNet;
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,7 +38,7 @@ impl Task {
         self.links = network.rows.get(&()).map(host_links).unwrap_or_default();
         let ready = self.parts.peers.snapshot().synced && network.synced;
         self.parts.nodes.snapshot();
-        self.parts.cilium_nodes.snapshot();
+        self.others.follow(&self.parts.cilium_nodes.snapshot().rows, &self.parts.peers.peek().rows);
         let empty = NetworkRow::default();
         let seen = network.rows.get(&()).unwrap_or(&empty);
         // Before the kernel was seen nothing is chosen: records may be lost that it can replace, such as the router's.
@@ -103,7 +103,6 @@ impl Task {
     fn plan(&self, network: &NetworkRow) -> NodePlan {
         let name = &self.parts.node;
         let (cilium_nodes, nodes) = (self.parts.cilium_nodes.peek(), self.parts.nodes.peek());
-        let peers = self.parts.peers.peek();
         let cilium_node = match cilium_nodes.rows.get(name) {
             _ if !cilium_nodes.synced => Observed::Unknown,
             None => Observed::Absent,
@@ -118,22 +117,14 @@ impl Task {
                 Observed::Present(NodeFacts { uid: &row.uid, pod_cidrs: &row.pod_cidrs, annotations: &row.annotations })
             }
         };
-        let others = || cilium_nodes.rows.iter().filter(|(other, _)| *other != name);
-        let lists = |row: &CiliumNodeRow, net: &IpNet| {
-            row.pod_cidrs.iter().filter_map(|text| text.parse().ok()).any(|other: IpNet| overlaps(&other, net))
-        };
-        let of_peers = || {
-            let nets = peers.rows.iter().flat_map(|(peer, row)| row.pod_cidrs.iter().map(move |net| (peer, *net)));
-            nets.map(|(peer, net)| (peer.as_str(), IpNet::V4(net)))
-        };
         let input = NodeInput {
             node: name,
             granted: self.leases.supply(),
             held: Held(self.planned_held.as_ref()),
             cilium_node,
             kubernetes_node,
-            listed_elsewhere: &|net| cilium_nodes.synced && others().any(|(_, row)| lists(row, net)),
-            contested: &|net| contested(net, name, of_peers()),
+            listed_elsewhere: &|net| cilium_nodes.synced && self.others.lists(name, net),
+            contested: &|net| self.others.contest(name, net),
             overlapping: &|net| network.overlaps(&[*net]).into_iter().next(),
         };
         self.parts.mode.plan(&input, self.parts.wall.now())

@@ -1,5 +1,6 @@
 //! The task: runs commands and timers sequentially, and writes the records before answers are sent.
 
+use super::others::Others;
 use super::{EndpointError, Parts};
 use cistern_core::ipam::audit::{Audit, HostLink, Namespace};
 use cistern_core::ipam::lease::{Leases, Outcome, Owed, RecordKey, Restored};
@@ -31,6 +32,8 @@ pub(super) struct Task {
     pub(super) planned_held: Option<BTreeSet<IpAddr>>,
     /// Names of the plan's waits that were begun.
     pub(super) waiting: Vec<&'static str>,
+    /// The pod CIDRs of other nodes.
+    pub(super) others: Others,
     pub(super) parts: Parts,
 }
 
@@ -51,6 +54,7 @@ pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>,
         plan: None,
         planned_held: None,
         waiting: Vec::new(),
+        others: Others::default(),
         parts,
     };
     task.owed.extend(changes);

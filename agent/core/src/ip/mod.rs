@@ -2,6 +2,7 @@
 //!
 //! Arithmetic uses `u128`, so that one implementation serves both families; an IPv4 address is its 32 bits.
 pub mod block;
+pub mod index;
 
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};

@@ -86,8 +86,7 @@ impl Held<'_> {
     }
 }
 
-/// The input of a plan. The questions about other nodes are asked only where the answer matters, since thousands of
-/// lists need not be read for each event.
+/// The input of a plan. The questions about other nodes are asked only where the answer matters.
 pub struct NodeInput<'a> {
     /// Name of this node.
     pub node: &'a str,
