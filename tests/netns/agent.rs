@@ -9,8 +9,9 @@ use cistern::api::types::{
     EndpointRequest, EndpointResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest, GcResponse,
     Health, IpReport, IpamResponse, LeasedAddress, NodeReply, Status,
 };
-use cistern::app::deletions::{self, Replayed};
+use cistern::blocking::Blocking;
 use cistern::clock::{self, Clock};
+use cistern::leases::deletions::{self, Replayed};
 use cistern::leases::{self, Endpoints, Host, LeaseStore, Parts};
 use cistern::tables::findings::Findings;
 use cistern::tables::rows::NetworkRow;
@@ -335,7 +336,7 @@ impl Agent {
     /// Executes the queued DELs in a directory.
     pub(crate) fn replay(&self, queue: &std::path::Path) -> Replayed {
         let runtime = self.runtime.as_ref().unwrap();
-        runtime.block_on(deletions::replay_once(queue, &self.answers.endpoints)).unwrap()
+        runtime.block_on(deletions::replay_once(queue, &self.answers.endpoints, &Blocking::threads(1))).unwrap()
     }
 }
 

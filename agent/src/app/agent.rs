@@ -1,16 +1,16 @@
 //! `cistern agent`: the process of the agent's role.
 
 use super::agent_role::{self, Agent, Shared};
-use super::network_configuration::NetworkConfiguration;
 use super::operator_role::Operator;
-use super::remembered::{self, unreadable};
-use super::served::ServedMarker;
-use super::{Refused, deletions, host, kernel, operator, signals, uninstall};
+use super::{Refused, host, kernel, operator, signals, uninstall};
 use crate::api::server;
 use crate::blocking::Ports;
 use crate::clock::{self, Clock};
-use crate::leases::{Endpoints, LeaseStore};
-use crate::state::{BootMarker, LeaseFiles, StateDir};
+use crate::controllers;
+use crate::install::NetworkConfiguration;
+use crate::leases::{Endpoints, LeaseStore, deletions};
+use crate::state::remembered::{self, unreadable};
+use crate::state::{BootMarker, LeaseFiles, ServedMarker, StateDir};
 use anyhow::Context;
 use cistern_core::ipam::lease::{Change, RecordTimes};
 use cistern_core::settings::{IpamMode, Settings};
@@ -18,20 +18,26 @@ use ipnet::IpNet;
 use jiff::Timestamp;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 /// Runs until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// An error at startup, or a task that ended unexpectedly.
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
-    let cancel = signals::cancelled_by_signal()?;
+    signals::until_signal(|cancel| run_until(settings, cancel)).await
+}
+
+async fn run_until(settings: Settings, cancel: CancellationToken) -> anyhow::Result<()> {
     let shared = Shared::new(Clock::system());
     let ports = Ports::threads();
     let stopped = "state-dir cannot be used; nothing was started or changed, running pods are not affected";
     let state = StateDir::open(&settings.state_dir).context(stopped)?;
-    let _lock = state.lock().await.context(stopped)?;
+    let _lock = tokio::select! {
+        lock = state.lock() => lock.context(stopped)?,
+        () = cancel.cancelled() => return Ok(()),
+    };
     refuse_overlaps(&settings)?;
 
     let client = crate::kubernetes::client::connect(
@@ -71,7 +77,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         None
     };
     let (configuration, waits) = (NetworkConfiguration::of(&settings), shared.waits.clone());
-    let (served, findings) = (ServedMarker::new(marker.clone()), shared.findings.clone());
+    let (served, findings) = (ServedMarker::new(marker.clone(), ports.disk.clone()), shared.findings.clone());
     let role = cancel.child_token();
     let mut running = agent_role::start(
         Agent {
@@ -100,18 +106,20 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         &role,
     )?;
     let answers = Arc::clone(&running.answers);
-    let asked = uninstall::requested(settings.node_name.clone(), running.cilium_nodes.clone());
+    let asked = controllers::uninstall::requested(settings.node_name.clone(), running.cilium_nodes.clone());
     let (request, mut requested) = oneshot::channel();
     running.spawn("uninstall", async move {
         // The receiver is there until the role has ended.
         let _ = request.send(asked.await);
         role.cancel();
     });
-    running.spawn_blocking("replay DELs", &ports.disk, deletions::replay(answers.endpoints.clone(), findings));
-    running.spawn_blocking("mark served", &ports.disk, served.keep(answers.node.clone()));
+    let node = answers.node.clone();
+    let is_ready = move || node.health().ready;
+    running.spawn("replay DELs", deletions::replay(answers.endpoints.clone(), findings, ports.disk.clone()));
+    running.spawn("mark served", served.keep(is_ready.clone()));
     running.spawn_blocking("mark boot", &ports.disk, mark_boot(marker, began, answers.endpoints.clone()));
     if let Some(configuration) = configuration {
-        running.spawn_blocking("CNI configuration", &ports.disk, configuration.keep(answers, waits));
+        running.spawn_blocking("CNI configuration", &ports.disk, configuration.keep(is_ready, waits));
     }
     running.join().await.context("the agent terminates; pods continue with the kernel's state")?;
     if let Ok(request) = requested.try_recv()
@@ -143,20 +151,13 @@ fn lease_clock(marker: &BootMarker) -> (Clock, Timestamp, RecordTimes) {
 /// Sets the marker of the boot once the cleanup after the reboot is complete and on disk; never returns. If the disk
 /// fails for long, the next agent repeats the cleanup.
 async fn mark_boot(marker: BootMarker, began: Timestamp, endpoints: Endpoints) {
-    loop {
-        match endpoints.view().await {
-            Ok(view) if view.durable => break,
-            Ok(_) => tokio::time::sleep(MARK_RETRY).await,
-            Err(_) => return std::future::pending().await,
-        }
-    }
-    if let Err(error) = marker.set(began) {
+    if endpoints.durable().await.is_ok()
+        && let Err(error) = marker.set(began)
+    {
         tracing::error!(%error, "the boot marker is not written: the next start repeats the cleanup after the reboot");
     }
     std::future::pending::<()>().await;
 }
-
-const MARK_RETRY: Duration = Duration::from_secs(1);
 
 /// `architecture` decision 12: a pool that overlaps the node's own network disconnects the node (`ipam` 7.1, report 5).
 fn refuse_overlaps(settings: &Settings) -> anyhow::Result<()> {

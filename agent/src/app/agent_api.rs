@@ -2,17 +2,17 @@
 
 use super::metrics;
 use super::node_status::NodeStatus;
-use super::served::ServedMarker;
 use crate::api::server::{AgentApi, Failure, IpamQuery};
 use crate::api::types::{
     AddRequest, AddResponse, AddressExplanation, AddressPair, CheckRequest, CheckResponse, ConfirmRequest, DelRequest,
     DelResponse, EndpointRequest, EndpointResponse, ExplainMasqueradeRequest, ExplainMasqueradeResponse, GcRequest,
     GcResponse, Health, HostAddressing, HostFamily, IpReport, IpamAddress, IpamResponse, LeasedAddress, NodeReply,
-    Status,
+    Status, WaitReport,
 };
 use crate::blocking::Blocking;
 use crate::clock::{self, Clock};
-use crate::leases::{self, EndpointError, Endpoints};
+use crate::leases::{self, EndpointError, Endpoints, View, log_release};
+use crate::state::ServedMarker;
 use crate::tables::notices::{Notices, Reason};
 use crate::telemetry::metrics::{cni_add, render};
 use cistern_core::cni::refusal::Refusal;
@@ -42,7 +42,7 @@ pub struct Answers {
 impl Answers {
     /// All metrics of this process, in the text format of Prometheus.
     pub async fn metrics(&self) -> String {
-        // A lease owner that is shutting down returns nothing; the other metrics are still served.
+        // Without an answer of the lease owner, the other metrics are still served.
         let view = self.endpoints.view().await.unwrap_or_default();
         let node = self.node.clone();
         // Reading a kernel map needs a system call per entry.
@@ -72,7 +72,7 @@ fn refusal(error: &EndpointError) -> Refusal {
             AddressError::FamilyDisabled { .. } => Refusal::FamilyDisabled,
             _ => Refusal::NotFree,
         },
-        EndpointError::NotDurable { .. } => Refusal::NotDurable,
+        EndpointError::NotDurable { .. } | EndpointError::NoAnswer => Refusal::NotDurable,
         EndpointError::Datapath { .. } => Refusal::Datapath,
         EndpointError::ShuttingDown => Refusal::ShuttingDown,
     }
@@ -98,13 +98,6 @@ fn required_pool(query: &IpamQuery) -> Result<String, Failure> {
         return Err(Failure::new(Refusal::PoolRequired, "pool is empty; expected the name of the address's pool"));
     }
     Ok(query.pool.clone())
-}
-
-pub(super) fn log_release(lease: &lease::PodLease, message: &str) {
-    let Attachment { container_id, ifname } = &lease.attachment;
-    let pod = lease.pod.as_ref().map(tracing::field::display);
-    let address = lease.addresses.ipv4.as_ref().map(tracing::field::display);
-    tracing::info!(container_id, ifname, pod, address, "{message}");
 }
 
 fn no_ipv4() -> Failure {
@@ -278,9 +271,15 @@ impl AgentApi for Answers {
     }
 
     async fn status(&self) -> Status {
-        // A lease owner that is shutting down returns nothing; the rest of the status is still reported.
-        let view = self.endpoints.view().await.unwrap_or_default();
-        let mut status = self.node.status(&view);
+        let view = self.endpoints.view().await;
+        // Without an answer of the lease owner, the rest of the status is still reported.
+        let mut status = self.node.status(view.as_ref().unwrap_or(&View::default()));
+        status.waits.extend(view.err().map(|error| WaitReport {
+            name: "lease owner".to_owned(),
+            reason: error.to_string(),
+            since: self.clock.now().to_string(),
+            next_try: None,
+        }));
         status.health.starting = !status.health.ready && !self.served.is_marked();
         status
     }

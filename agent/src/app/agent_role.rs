@@ -3,8 +3,6 @@
 use super::agent_api::Answers;
 use super::node_status::{MapRows, NodeStatus, ROUTER_ADDRESS};
 use super::operator_role::{self, Operator, until};
-use super::remembered;
-use super::served::ServedMarker;
 use super::supervisor::Supervisor;
 use super::targets::{Target, Targets};
 use crate::api::{http, server};
@@ -19,7 +17,7 @@ use crate::kubernetes::node_condition::NodeConditions;
 use crate::kubernetes::{self, events, views, watch as watches};
 use crate::leases;
 use crate::reconciler::{Options, Reconcile, SERIAL, TargetStatus};
-use crate::state::StateDir;
+use crate::state::{ServedMarker, StateDir, remembered};
 use crate::tables::findings::Findings;
 use crate::tables::notices::Notices;
 use crate::tables::rows::{CiliumNodeRow, NodeRow, PoolRow};
@@ -119,6 +117,10 @@ impl Shared {
     }
 }
 
+/// Time for the tasks to end. kubelet kills the process after 30 s by default (`terminationGracePeriodSeconds`); a task may
+/// be in a call to the disk or the kernel that does not return.
+const GRACE: Duration = Duration::from_secs(25);
+
 /// A started agent.
 pub struct Running {
     /// The implementation of the API.
@@ -149,9 +151,9 @@ impl Running {
     /// Runs until cancelled, or until a task ends unexpectedly.
     ///
     /// # Errors
-    /// The task that ended, by name.
+    /// The task that ended, or the tasks that did not end, by name.
     pub async fn join(self) -> anyhow::Result<()> {
-        self.tasks.join().await
+        self.tasks.join_within(GRACE).await
     }
 }
 
@@ -170,7 +172,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let nodes: Arc<Table<String, NodeRow>> = Arc::new(Table::new("nodes"));
     let cilium_nodes: Arc<Table<String, CiliumNodeRow>> = Arc::new(Table::new("cilium-nodes"));
     let (mut leases, mut lease_store) = (agent.leases, agent.lease_store);
-    let remembered = remembered::tables(&agent.state, &findings, &mut leases, &mut *lease_store);
+    let remembered = remembered::tables(&agent.state, &findings, &mut leases, &mut |change| lease_store.write(change));
     let peers = Arc::clone(&remembered.peers);
     let pool = Arc::new(Table::new("pool"));
     let intent = Arc::new(Table::new("cilium-node-intent"));

@@ -15,7 +15,6 @@ use cistern_core::settings::Settings;
 use serde_json::{Value, json};
 use std::net::Ipv4Addr;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 /// Opens all targets, and the kernel maps for the CLI. The only change is that the kernel programs' maps are created if
@@ -114,11 +113,6 @@ impl EndpointMap for Map {
     }
 }
 
-/// Interval of walks over the flows.
-const COLLECT: Duration = Duration::from_secs(5);
-/// Interval of slices of a walk, and of walks while the map is nearly full.
-const COLLECT_SLICE: Duration = Duration::from_millis(100);
-
 /// Expires flows and logs events of the kernel programs, until cancelled.
 async fn background(
     events: Events,
@@ -129,32 +123,7 @@ async fn background(
     tokio::select! {
         () = cancel.cancelled() => Ok(()),
         ended = events.forward() => Ok(ended?),
-        () = collect(collector, port) => Ok(()),
-    }
-}
-
-async fn collect(mut collector: Collector, port: Blocking) {
-    loop {
-        let outcome;
-        (collector, outcome) = port
-            .run(move || {
-                let outcome = collector.step();
-                (collector, outcome)
-            })
-            .await;
-        let pause = match outcome {
-            Ok(collected) => {
-                if collected.expired + collected.stale + collected.inbound_expired > 0 {
-                    tracing::debug!(flows = ?collected, "flows expired");
-                }
-                if collected.complete && !collector.under_pressure() { COLLECT } else { COLLECT_SLICE }
-            }
-            Err(error) => {
-                tracing::error!(%error, "flows are not expired");
-                COLLECT
-            }
-        };
-        tokio::time::sleep(pause).await;
+        () = collector.run(port) => Ok(()),
     }
 }
 

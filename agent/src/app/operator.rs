@@ -13,13 +13,17 @@ use anyhow::Context;
 use cistern_core::election::evaluate::Timings;
 use cistern_core::settings::{IpamMode, Settings};
 use std::sync::Arc;
+use tokio_util::sync::CancellationToken;
 
 /// Runs until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// An error at startup, or a task that ended unexpectedly.
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
-    let cancel = signals::cancelled_by_signal()?;
+    signals::until_signal(|cancel| run_until(settings, cancel)).await
+}
+
+async fn run_until(settings: Settings, cancel: CancellationToken) -> anyhow::Result<()> {
     let shared = Shared::new(Clock::system());
     let client = crate::kubernetes::client::connect(
         settings.kubeconfig_path.as_deref(),

@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 use std::future::Future;
+use std::time::Duration;
 use tokio::task::{Id, JoinSet};
+use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 /// A set of named tasks. Each gets the same cancellation token; an unexpected end is reported with the task's name, so
@@ -52,7 +54,19 @@ impl Supervisor {
     ///
     /// # Errors
     /// The first task that ended unexpectedly, by name, with its error.
-    pub async fn join(mut self) -> anyhow::Result<()> {
+    pub async fn join(self) -> anyhow::Result<()> {
+        self.finish(None).await
+    }
+
+    /// As [`Supervisor::join`], for the scope of a whole process: does not wait longer than `grace` for tasks to end.
+    ///
+    /// # Errors
+    /// The first task that ended unexpectedly, by name, with its error; else the tasks that did not end.
+    pub async fn join_within(self, grace: Duration) -> anyhow::Result<()> {
+        self.finish(Some(grace)).await
+    }
+
+    async fn finish(mut self, grace: Option<Duration>) -> anyhow::Result<()> {
         let first = tokio::select! {
             biased;
             () = self.cancel.cancelled() => None,
@@ -60,11 +74,25 @@ impl Supervisor {
         };
         let asked = self.cancel.is_cancelled();
         self.cancel.cancel();
-        let mut outcome = match first {
-            Some(ended) if !asked => Err(self.report(ended)),
+        let mut outcome = match first.map(|ended| self.report(ended)) {
+            Some(report) if !asked => Err(report),
             _ => Ok(()),
         };
-        while let Some(ended) = self.tasks.join_next_with_id().await {
+        let deadline = grace.map(|grace| Instant::now() + grace);
+        loop {
+            let next = self.tasks.join_next_with_id();
+            let ended = match deadline {
+                None => next.await,
+                Some(deadline) => match timeout_at(deadline, next).await {
+                    Ok(ended) => ended,
+                    Err(_) => {
+                        let error = anyhow::anyhow!("{} of {} did not end", self.hanging(), self.scope);
+                        tracing::error!(scope = self.scope, %error, "tasks hang");
+                        return outcome.and(Err(error));
+                    }
+                },
+            };
+            let Some(ended) = ended else { return outcome };
             let failed = !matches!(&ended, Ok((_, Ok(()))));
             let report = self.report(ended);
             if failed {
@@ -74,7 +102,13 @@ impl Supervisor {
                 }
             }
         }
-        outcome
+    }
+
+    /// The tasks that have not ended.
+    fn hanging(&self) -> String {
+        let mut names: Vec<_> = self.names.values().map(|name| format!("task {name:?}")).collect();
+        names.sort();
+        names.join(", ")
     }
 
     fn report(&mut self, ended: Result<(Id, anyhow::Result<()>), tokio::task::JoinError>) -> anyhow::Error {
@@ -84,7 +118,7 @@ impl Supervisor {
         };
         let name = self.names.remove(&id).unwrap_or_else(|| "unnamed".to_owned());
         match result {
-            Ok(()) => anyhow::anyhow!("task {name:?} of {} ended without being asked to", self.scope),
+            Ok(()) => anyhow::anyhow!("task {name:?} of {} ended unexpectedly", self.scope),
             Err(error) => error.context(format!("task {name:?} of {}", self.scope)),
         }
     }
@@ -93,7 +127,6 @@ impl Supervisor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     #[tokio::test(start_paused = true)]
     async fn an_unexpected_end_names_the_task_and_stops_the_others() {
@@ -116,6 +149,26 @@ mod tests {
         supervisor.spawn("careless", async { panic!("index out of range") });
         let error = format!("{:#}", supervisor.join().await.unwrap_err());
         assert!(error.contains("careless"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn tasks_that_do_not_end_are_named_beside_the_one_that_failed() {
+        for fails in [false, true] {
+            let root = CancellationToken::new();
+            let mut supervisor = Supervisor::new("test", &root);
+            let token = supervisor.token();
+            supervisor.spawn_loop("steady", async move { token.cancelled().await });
+            supervisor.spawn_loop("stuck", std::future::pending());
+            if fails {
+                supervisor.spawn("careless", async { panic!("index out of range") });
+            } else {
+                root.cancel();
+            }
+            let error = format!("{:#}", supervisor.join_within(Duration::from_secs(5)).await.unwrap_err());
+            assert_eq!(error.contains("careless"), fails, "{error}");
+            assert_eq!(error.contains("stuck"), !fails, "{error}");
+            assert!(!error.contains("steady"), "{error}");
+        }
     }
 
     #[tokio::test(start_paused = true)]

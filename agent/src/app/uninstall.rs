@@ -1,16 +1,13 @@
 //! Uninstallation: the agent's part on its node, and `cistern uninstall`, which requests it from all agents.
 
-use super::network_configuration::NetworkConfiguration;
 use crate::blocking::Blocking;
 use crate::datapath::Pins;
-use crate::install::plugin;
+use crate::install::{NetworkConfiguration, plugin};
 use crate::kubernetes::client::{Client, connect};
 use crate::kubernetes::uninstall::{Answers, Objects};
 use crate::netlink::targets::{RouterAddress, Routes, release_pod_routes};
 use crate::reconciler::BlockingOperations;
 use crate::state::{BootMarker, StateDir};
-use crate::tables::Reader;
-use crate::tables::rows::CiliumNodeRow;
 use cistern_core::settings::Settings;
 use cistern_core::uninstall::{Reply, pending, reply};
 use clap::Args;
@@ -18,19 +15,6 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::time::Instant;
-
-/// Returns the request when this node is asked to uninstall.
-pub async fn requested(node: String, mut cilium_nodes: Reader<String, CiliumNodeRow>) -> String {
-    loop {
-        let snapshot = cilium_nodes.synced().await;
-        if let Some(row) = snapshot.rows.get(&node)
-            && let Some(request) = pending(row.uninstall.as_deref(), row.uninstalled.as_deref())
-        {
-            return request.to_owned();
-        }
-        cilium_nodes.changed().await;
-    }
-}
 
 /// Polling interval of the own CiliumNode after the uninstallation.
 const IDLE: Duration = Duration::from_secs(2);

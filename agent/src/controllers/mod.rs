@@ -9,3 +9,4 @@ pub mod notices;
 pub mod orphans;
 pub mod peers;
 pub mod routes;
+pub mod uninstall;

@@ -8,6 +8,7 @@ use super::error::DatapathError;
 use super::kernel;
 use super::maps::{self, Walk, failed};
 use super::pins::Pins;
+use crate::blocking::Blocking;
 use aya::maps::lpm_trie::Key;
 use aya::maps::{HashMap, LpmTrie, Map, MapData, MapError, MapInfo};
 use cistern_core::masquerade::expire::{FlowState, expired, under_pressure};
@@ -19,9 +20,15 @@ use cistern_ebpf_common::abi::{
 use cistern_ebpf_common::map;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
+use std::time::Duration;
 
 /// Approximate number of entries per call of [`Collector::step`]: the kernel returns whole buckets.
 pub const SLICE: usize = 16_384;
+
+/// Interval of walks over the maps.
+const WALK_INTERVAL: Duration = Duration::from_secs(5);
+/// Interval of slices of a walk, and of walks while the map is nearly full.
+const SLICE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Result of a slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -84,6 +91,32 @@ impl Collector {
     #[must_use]
     pub fn under_pressure(&self) -> bool {
         under_pressure(self.seen_before.max(self.seen), self.capacity)
+    }
+
+    /// Deletes expired entries, until dropped.
+    pub async fn run(mut self, port: Blocking) {
+        loop {
+            let outcome;
+            (self, outcome) = port
+                .run(move || {
+                    let outcome = self.step();
+                    (self, outcome)
+                })
+                .await;
+            let pause = match outcome {
+                Ok(collected) => {
+                    if collected.expired + collected.stale + collected.inbound_expired > 0 {
+                        tracing::debug!(flows = ?collected, "flows expired");
+                    }
+                    if collected.complete && !self.under_pressure() { WALK_INTERVAL } else { SLICE_INTERVAL }
+                }
+                Err(error) => {
+                    tracing::error!(%error, "flows are not expired");
+                    WALK_INTERVAL
+                }
+            };
+            tokio::time::sleep(pause).await;
+        }
     }
 
     /// Processes one slice as of now.

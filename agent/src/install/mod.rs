@@ -6,7 +6,10 @@
 
 pub mod conflist;
 pub mod kernel;
+mod network_configuration;
 pub mod plugin;
+
+pub use network_configuration::NetworkConfiguration;
 
 use cistern_core::cni::conflist::SET_ASIDE;
 use std::ffi::OsString;

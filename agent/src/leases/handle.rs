@@ -1,7 +1,7 @@
 //! Handle of the lease task.
 
 use super::task::{Command, Task};
-use super::{EndpointError, View};
+use super::{EndpointError, VIEW_DEADLINE, View};
 use cistern_core::ip::Family;
 use cistern_core::ipam::lease::{
     AddRequest, Attachment, CollectRequest, ExpirationIds, Granted, OwnerLease, OwnerRequest, PodAttachment, PodLease,
@@ -9,7 +9,12 @@ use cistern_core::ipam::lease::{
 use cistern_core::ipam::node::pod_cidr::Addresses;
 use cistern_core::moment::Moment;
 use std::net::IpAddr;
+use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
+use tokio::time::{sleep, timeout};
+
+/// Interval of checks of [`Endpoints::durable`].
+const DURABLE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A handle; clones use the same task.
 #[derive(Debug, Clone)]
@@ -118,12 +123,27 @@ impl Endpoints {
         self.ask(move |task| task.stop_expiration(address, &pool, &uuid)).await
     }
 
-    /// The current leases.
+    /// The current leases. Other calls wait for the disk and the kernel; this one has a deadline, so that status and metrics
+    /// are available while they hang.
     ///
     /// # Errors
     /// See [`EndpointError`].
     pub async fn view(&self) -> Result<View, EndpointError> {
-        self.ask(|task| Ok(task.view())).await
+        timeout(VIEW_DEADLINE, self.ask(|task| Ok(task.view()))).await.unwrap_or(Err(EndpointError::NoAnswer))
+    }
+
+    /// Waits until all records are on disk.
+    ///
+    /// # Errors
+    /// The agent is shutting down.
+    pub async fn durable(&self) -> Result<(), EndpointError> {
+        loop {
+            match self.view().await {
+                Ok(View { durable: true, .. }) => return Ok(()),
+                Ok(_) | Err(EndpointError::NoAnswer) => sleep(DURABLE_INTERVAL).await,
+                Err(error) => return Err(error),
+            }
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 //! | `supply` | what may be allocated, from the tables |
 //! | `audit` | comparison of leases with namespaces and devices |
 //! | `publish` | tables derived from the leases |
+//! | [`deletions`] | execution of DELs that the plugin queued |
 //!
 //! Answers are sent after their records are on disk, and an interface is confirmed after the pod is in the datapath, so
 //! that the pod's first packet is treated like later ones.
@@ -20,6 +21,7 @@
 
 mod audit;
 mod calls;
+pub mod deletions;
 mod handle;
 mod others;
 mod publish;
@@ -35,7 +37,7 @@ use crate::tables::rows::{CiliumNodeRow, NetworkRow, NodeRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{
-    AddError, Attachment, Change, ConfirmError, OwnerError, Record, RecordTimes, Row, Timings,
+    AddError, Attachment, Change, ConfirmError, OwnerError, PodLease, Record, RecordTimes, Row, Timings,
 };
 use cistern_core::ipam::node::pod_cidr::Addresses;
 use cistern_core::ipam::node::{CiliumNodeIntent, NodeMode};
@@ -44,6 +46,7 @@ use cistern_core::masquerade::plan::EndpointEntry;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
@@ -117,9 +120,23 @@ pub enum EndpointError {
         /// The reason.
         reason: String,
     },
+    /// The task is in a call to the disk or the kernel that does not return.
+    #[error("the owner of the leases has not answered for {} s: the disk or the kernel does not respond", VIEW_DEADLINE.as_secs())]
+    NoAnswer,
     /// The agent is shutting down.
     #[error("the agent is shutting down")]
     ShuttingDown,
+}
+
+/// Deadline of [`Endpoints::view`].
+const VIEW_DEADLINE: Duration = Duration::from_secs(2);
+
+/// Logs a released lease.
+pub fn log_release(lease: &PodLease, message: &str) {
+    let Attachment { container_id, ifname } = &lease.attachment;
+    let pod = lease.pod.as_ref().map(tracing::field::display);
+    let address = lease.addresses.ipv4.as_ref().map(tracing::field::display);
+    tracing::info!(container_id, ifname, pod, address, "{message}");
 }
 
 /// State of this node's addresses.

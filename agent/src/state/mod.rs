@@ -5,8 +5,11 @@
 //! of another version is set aside under another name and reported; it is never overwritten.
 
 mod leases;
+pub mod remembered;
+mod served;
 
 pub use leases::LeaseFiles;
+pub use served::ServedMarker;
 
 use cistern_core::cni::served::Served;
 use cistern_core::format::Version;

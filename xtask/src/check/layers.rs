@@ -45,7 +45,8 @@ const LAYERS: [Layer; 20] = [
     },
     Layer { name: "controllers", may_name: &["reconciler", "tables"] },
     Layer { name: "reconciler", may_name: &["tables"] },
-    Layer { name: "leases", may_name: &["tables"] },
+    // DELs that the plugin queued end leases.
+    Layer { name: "leases", may_name: &["cni::deletion_queue", "tables"] },
     Layer { name: "tables", may_name: &[] },
     Layer { name: "blocking", may_name: &[] },
     Layer { name: "clock", may_name: &[] },
@@ -54,7 +55,8 @@ const LAYERS: [Layer; 20] = [
     Layer { name: "azure", may_name: &["reconciler", "tables"] },
     Layer { name: "datapath", may_name: &["reconciler", "tables"] },
     Layer { name: "files", may_name: &["reconciler", "tables"] },
-    Layer { name: "install", may_name: &["reconciler", "tables"] },
+    // The network configuration may come from a file.
+    Layer { name: "install", may_name: &["files::read", "reconciler", "tables"] },
     Layer { name: "kubernetes", may_name: &["reconciler", "tables"] },
     Layer { name: "netlink", may_name: &["reconciler", "tables"] },
     Layer { name: "state", may_name: &["reconciler", "tables"] },

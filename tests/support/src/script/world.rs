@@ -7,15 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use cistern::app::agent_api::Answers;
-use cistern::app::agent_role::{self, Agent, Shared};
+use cistern::app::agent_role::{self, Agent, Running, Shared};
 use cistern::app::operator;
 use cistern::app::operator_role::{self, Ipam, Operator};
-use cistern::app::served::ServedMarker;
 use cistern::blocking::Ports;
 use cistern::clock::Clock;
 use cistern::kubernetes::client::Client;
 use cistern::kubernetes::election::Election;
-use cistern::state::StateDir;
+use cistern::state::{ServedMarker, StateDir};
 use cistern_core::ipam::cluster::cluster_pool::BLOCK_QUARANTINE;
 use cistern_core::ipam::lease::RecordTimes;
 use cistern_core::moment::Moment;
@@ -27,6 +26,8 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
+#[cfg(test)]
+mod panics;
 #[cfg(test)]
 mod stalls;
 
@@ -212,15 +213,16 @@ impl World {
 
     /// Starts the agent of a machine.
     pub(super) fn start_agent(&mut self, name: &str, settings: &str) -> Result<(), String> {
-        self.start_agent_as(name, settings, |agent| agent)
+        self.start_agent_as(name, settings, |agent| agent, |_| {})
     }
 
-    /// Starts the agent of a machine with changed parts.
+    /// Starts the agent of a machine with changed parts, and with further tasks of its process.
     fn start_agent_as(
         &mut self,
         name: &str,
         settings: &str,
         change: impl FnOnce(Agent) -> Agent,
+        extend: impl FnOnce(&mut Running),
     ) -> Result<(), String> {
         let settings = read_settings(name, settings, Command::Agent)?;
         let shared = Shared::new(self.clock());
@@ -258,7 +260,8 @@ impl World {
             shared,
         };
         let cancel = CancellationToken::new();
-        let running = agent_role::start(change(agent), &cancel).map_err(|error| format!("{error:#}"))?;
+        let mut running = agent_role::start(change(agent), &cancel).map_err(|error| format!("{error:#}"))?;
+        extend(&mut running);
         let answers = Arc::clone(&running.answers);
         let task = tokio::spawn(running.join());
         self.add_role("agent", name, Role { cancel, task, lifeline, agent: Some((answers, grasp.alive)) })

@@ -84,7 +84,7 @@ impl BlockingOperations for Routes {
     }
 }
 
-const SETTINGS: &str = r#"
+pub(super) const SETTINGS: &str = r#"
 cluster-pool-ipv4-cidr: 10.33.0.0/24
 cluster-pool-ipv4-mask-size: "26"
 auto-direct-node-routes: "true"
@@ -97,7 +97,7 @@ leader-election-retry-period: 200ms
 /// Deadline of every wait: far beyond what anything here needs.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-async fn eventually(what: &str, condition: impl Fn() -> bool) {
+pub(super) async fn eventually(what: &str, condition: impl Fn() -> bool) {
     let wait = async {
         while !condition() {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -121,7 +121,7 @@ async fn everything_answers(answers: &Answers) {
 }
 
 #[test]
-fn a_disk_and_a_kernel_that_hang_stop_neither_probes_nor_the_leader_election() {
+fn a_hanging_disk_and_kernel_stop_neither_cni_status_nor_probes_nor_the_lease_renewal() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
         let mut world = World::new(&Archive::parse(""), 1, 0, None).unwrap();
@@ -136,7 +136,7 @@ fn a_disk_and_a_kernel_that_hang_stop_neither_probes_nor_the_leader_election() {
             agent.lease_store = Box::new(Disk { stall, below: agent.lease_store });
             agent
         };
-        world.start_agent_as("a", SETTINGS, change).unwrap();
+        world.start_agent_as("a", SETTINGS, change, |_| {}).unwrap();
         let answers = world.agent("a").unwrap();
         eventually("the agent is ready", || answers.node.health().ready).await;
 
@@ -167,6 +167,10 @@ fn a_disk_and_a_kernel_that_hang_stop_neither_probes_nor_the_leader_election() {
             eventually("the Lease is renewed", || renewed(&world.server) != before).await;
             everything_answers(&answers).await;
         }
+        let status = timeout(PATIENCE, answers.status()).await.expect("status does not hang");
+        assert!(status.waits.iter().any(|wait| wait.name == "lease owner"), "{:?}", status.waits);
+        let metrics = timeout(PATIENCE, answers.metrics()).await.expect("metrics do not hang");
+        assert!(metrics.contains("cistern_ready 1"), "{metrics}");
         assert!(!add.is_finished() && disk.is_hanging() && kernel.is_hanging());
 
         disk.set(false);

@@ -1,18 +1,16 @@
 //! The CNI network configuration: written when this node can serve, kept up to date, and not removed when the agent
 //! terminates.
 
-use super::agent_api::Answers;
-use crate::files;
-use crate::install::{conflist, plugin};
+use super::{conflist, plugin};
+use crate::files::read;
 use crate::tables::Waits;
 use crate::tables::rows::FileContent;
 use cistern_core::cni::conflist::{custom_text, default_text};
 use cistern_core::settings::Settings;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
-/// The wait of this name says why it is not written.
+/// Name of the wait with the reason why it is not written.
 const WAIT: &str = "CNI configuration";
 
 /// Interval of checks until this node can serve for the first time.
@@ -66,8 +64,8 @@ impl NetworkConfiguration {
     }
 
     /// Keeps it up to date once this node can serve, until dropped.
-    pub async fn keep(self, answers: Arc<Answers>, waits: Waits) {
-        while !answers.node.health().ready {
+    pub async fn keep(self, is_ready: impl Fn() -> bool + Send, waits: Waits) {
+        while !is_ready() {
             tokio::time::sleep(UNTIL_READY).await;
         }
         if self.custom.is_none() && !plugin::has_portmap(&self.plugins) {
@@ -90,7 +88,7 @@ impl NetworkConfiguration {
 }
 
 fn custom(file: &Path) -> Result<String, String> {
-    match files::read(file) {
+    match read(file) {
         FileContent::Bytes(bytes) => custom_text(&String::from_utf8_lossy(&bytes)),
         FileContent::Absent => Err("there is no such file".to_owned()),
         FileContent::Unreadable(reason) => Err(reason),

@@ -1,8 +1,8 @@
 //! Records for CNI STATUS that this node serves pods (`cistern_core::cni::served`).
 
-use super::node_status::NodeStatus;
+use super::BootMarker;
+use crate::blocking::Blocking;
 use crate::clock;
-use crate::state::BootMarker;
 use cistern_core::cni::served::Served;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,16 +19,16 @@ const INTERVAL: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone, Default)]
 pub struct ServedMarker {
     /// `None` if no plugin reads the file.
-    boot: Option<BootMarker>,
+    file: Option<(BootMarker, Blocking)>,
     marked: Arc<AtomicBool>,
     writing: Arc<Mutex<()>>,
 }
 
 impl ServedMarker {
-    /// The file beside the marker of this boot.
+    /// The file beside the marker of this boot, written through `port`.
     #[must_use]
-    pub fn new(boot: BootMarker) -> Self {
-        Self { boot: Some(boot), ..Self::default() }
+    pub fn new(boot: BootMarker, port: Blocking) -> Self {
+        Self { file: Some((boot, port)), ..Self::default() }
     }
 
     /// Whether the node has served since this agent started.
@@ -49,19 +49,18 @@ impl ServedMarker {
     }
 
     async fn write(&self) {
-        if let Some((boot, uptime)) = self.boot.clone().zip(clock::uptime()) {
-            let written = tokio::task::spawn_blocking(move || boot.set_served(&Served::at(uptime))).await;
-            if let Ok(Err(error)) = written {
-                tracing::warn!(%error, "the time when this node served is not on disk; CNI STATUS may fail during a restart");
-            }
+        if let Some(((boot, port), uptime)) = self.file.clone().zip(clock::uptime())
+            && let Err(error) = port.run(move || boot.set_served(&Served::at(uptime))).await
+        {
+            tracing::warn!(%error, "the time when this node served is not on disk; CNI STATUS may fail during a restart");
         }
         self.marked.store(true, Ordering::Relaxed);
     }
 
     /// Keeps the file up to date while the node serves, until dropped.
-    pub async fn keep(self, node: NodeStatus) {
+    pub async fn keep(self, is_ready: impl Fn() -> bool + Send) {
         loop {
-            if node.health().ready {
+            if is_ready() {
                 let _writing = self.writing.lock().await;
                 self.write().await;
             }

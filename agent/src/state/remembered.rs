@@ -1,7 +1,6 @@
 //! State that a node needs to serve while the API server is unavailable, on disk (`architecture` section 4).
 
-use crate::leases::LeaseStore;
-use crate::state::{SetAside, StateDir};
+use super::{SetAside, StateDir};
 use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::PeerRow;
 use crate::tables::{Reader, Rows, Table, Waits};
@@ -19,8 +18,8 @@ const NODE: &str = "node.json";
 /// The last valid ip-masq-agent file.
 const LAST_GOOD: &str = "ip-masq.json";
 
-/// Of a newer format that this build would misread, nothing of the file is used, and it is set aside; the API server lists all
-/// of it again. Format 1 held the pod CIDR, too, which is a record among the leases since.
+/// A file of a newer format that this build would misread is set aside unused; the API server lists its content again. Format 1
+/// also held the pod CIDR, which is a lease record since format 2.
 const FORMAT: u32 = 2;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,7 +31,7 @@ struct Remembered {
     peers: Rows<String, PeerRow>,
 }
 
-/// The pod CIDR as format 1 kept it.
+/// The pod CIDR in format 1.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct FormerPool {
     pod_cidr: Ipv4Net,
@@ -53,36 +52,41 @@ impl FormerPool {
 pub struct Seeded {
     /// The nodes of the cluster.
     pub peers: Arc<Table<String, PeerRow>>,
-    /// A pod CIDR that could not be moved to the lease records: `node.json` goes on holding it.
+    /// A pod CIDR that could not be moved to the lease records, and so remains in `node.json`.
     former: Option<FormerPool>,
 }
 
-/// The nodes of the cluster as they were known last. They count as synced then: routes and exclusions that follow from them
-/// are those that the kernel has already.
+/// The last known nodes of the cluster. If there are any, their table counts as synced: the routes and exclusions derived from it
+/// are those in the kernel.
 ///
-/// The pod CIDR of a file of format 1 becomes a lease record, unless the records have one.
+/// The pod CIDR of a file of format 1 is added to `records` and written by `write`, unless they have one.
 #[must_use]
-pub fn tables(state: &StateDir, findings: &Findings, records: &mut Vec<Record>, store: &mut dyn LeaseStore) -> Seeded {
+pub fn tables(
+    state: &StateDir,
+    findings: &Findings,
+    records: &mut Vec<Record>,
+    write: &mut dyn FnMut(&Change) -> Result<(), String>,
+) -> Seeded {
     let peers = Table::new("peers");
     let (remembered, set_aside) = state.read::<Remembered>(NODE, Some(FORMAT));
     findings.add(STATE, set_aside.as_ref().map(unreadable));
     let mut former = None;
     if let Some(remembered) = remembered {
-        tracing::info!(nodes = remembered.peers.len(), "serving from what was known last");
+        tracing::info!(nodes = remembered.peers.len(), "serving with the last known nodes");
         peers.publish(remembered.peers.to_map());
         let has_grant = records.iter().any(|record| matches!(record, Record::Grant(_)));
         former = remembered.pool.filter(|_| !has_grant);
     }
     if let Some(pool) = &former {
         let record = Record::Grant(pool.grant());
-        let written = store.write(&Change::Put(record.clone()));
+        let written = write(&Change::Put(record.clone()));
         records.push(record);
         match written {
             Ok(()) => former = None,
             Err(reason) => {
                 tracing::warn!(
                     reason,
-                    "the pod CIDR of node.json is not among the lease records yet; the next start moves it"
+                    "the pod CIDR of node.json cannot be written to the lease records; the next start retries"
                 );
             }
         }
@@ -175,7 +179,7 @@ mod tests {
         refuses: bool,
     }
 
-    impl LeaseStore for Store {
+    impl Store {
         fn write(&mut self, change: &Change) -> Result<(), String> {
             if self.refuses {
                 return Err("no space".to_owned());
@@ -203,7 +207,7 @@ mod tests {
         for refuses in [true, false] {
             store.refuses = refuses;
             let mut records = Vec::new();
-            let seeded = tables(&state, &findings, &mut records, &mut store);
+            let seeded = tables(&state, &findings, &mut records, &mut |change| store.write(change));
             let [Record::Grant(grant)] = &records[..] else { panic!("{records:?}") };
             assert_eq!((grant.net.to_string().as_str(), grant.node_uid.as_deref()), ("10.33.0.0/26", Some("u1")));
             assert_eq!(seeded.peers.snapshot().rows.len(), 1);
@@ -216,7 +220,7 @@ mod tests {
         // An existing record has precedence.
         std::fs::write(dir.path().join(NODE), FORMER).unwrap();
         let mut records = vec![Record::Grant(Grant::new("10.44.0.0/26".parse().unwrap()))];
-        drop(tables(&state, &findings, &mut records, &mut store));
+        drop(tables(&state, &findings, &mut records, &mut |change| store.write(change)));
         assert_eq!((records.len(), store.written.len()), (1, 1));
     }
 }

@@ -1,8 +1,8 @@
-//! Carries out the DELs that the plugin left on disk.
+//! Executes the DELs that the plugin queued on disk.
 
-use super::agent_api::log_release;
+use super::{Endpoints, log_release};
+use crate::blocking::Blocking;
 use crate::cni::deletion_queue::{self, DeletionQueue, Kept, Listed, QueueError, QueuedDel};
-use crate::leases::Endpoints;
 use crate::tables::findings::{Findings, Found};
 use cistern_core::ipam::lease::Attachment;
 use std::path::Path;
@@ -15,25 +15,25 @@ const RETRY: Duration = Duration::from_secs(5);
 /// The plugin also queues a DEL if the agent is slow, so the queue is read while the agent runs.
 const INTERVAL: Duration = Duration::from_secs(60);
 
-/// Whose findings these are.
+/// Source of the findings.
 const SOURCE: &str = "cni-queue";
 
-/// What became of the queue.
+/// Result of a replay.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Replayed {
-    /// DELs that were carried out, or had nothing left to end.
+    /// DELs that were executed, or found no lease.
     pub done: usize,
-    /// Entries that are not this build's to carry out.
+    /// Entries that this build does not execute.
     pub kept: Vec<Kept>,
 }
 
 /// Executes the DELs queued while no agent answered, in order.
-pub async fn replay(endpoints: Endpoints, findings: Findings) {
+pub async fn replay(endpoints: Endpoints, findings: Findings, port: Blocking) {
     loop {
-        let pause = match replay_once(Path::new(deletion_queue::QUEUE_DIR), &endpoints).await {
+        let pause = match replay_once(Path::new(deletion_queue::QUEUE_DIR), &endpoints, &port).await {
             Ok(Replayed { done, kept }) => {
                 if done > 0 {
-                    tracing::info!(replayed = done, "DELs that waited were carried out, or had nothing left to end");
+                    tracing::info!(replayed = done, "queued DELs executed, or without a lease");
                 }
                 findings.replace(SOURCE, kept.into_iter().map(found));
                 INTERVAL
@@ -57,19 +57,19 @@ fn found(kept: Kept) -> Found {
     }
 }
 
-/// Carries out the DELs that wait in `directory`. To be called when the socket is served: a plugin that finds no agent
-/// writes under the lock that this waits for.
+/// Executes the DELs queued in `directory`. Call it when the socket is served: a plugin that finds no agent writes under the
+/// lock that this waits for.
 ///
 /// # Errors
-/// When the queue cannot be used, or one of the DELs cannot be carried out; it stays, and the others do not wait for it.
-pub async fn replay_once(directory: &Path, endpoints: &Endpoints) -> anyhow::Result<Replayed> {
+/// The queue cannot be used, or a DEL cannot be executed; it is kept, and the others are executed nevertheless.
+pub async fn replay_once(directory: &Path, endpoints: &Endpoints, port: &Blocking) -> anyhow::Result<Replayed> {
     let path = directory.to_owned();
-    let opened = tokio::task::spawn_blocking(move || open(&path)).await??;
+    let opened = port.run(move || open(&path)).await?;
     let Some((queue, Listed { dels, kept })) = opened else { return Ok(Replayed::default()) };
     let queue = Arc::new(queue);
     let (mut done, mut failed) = (0, None);
     for (path, del) in dels {
-        match carry_out(&queue, path, del, endpoints).await {
+        match execute(&queue, path, del, endpoints, port).await {
             Ok(()) => done += 1,
             Err(error) => failed = failed.or(Some(error)),
         }
@@ -86,19 +86,20 @@ fn open(directory: &Path) -> Result<Option<(DeletionQueue, Listed)>, QueueError>
     Ok(Some((queue, listed)))
 }
 
-async fn carry_out(
+async fn execute(
     queue: &Arc<DeletionQueue>,
     path: std::path::PathBuf,
     del: QueuedDel,
     endpoints: &Endpoints,
+    port: &Blocking,
 ) -> anyhow::Result<()> {
     let QueuedDel { container_id, ifname, began, .. } = del;
     let attachment = Attachment { container_id: container_id.clone(), ifname: ifname.clone() };
     if let Some(lease) = endpoints.del(attachment, began).await? {
         log_release(&lease, "address released: its DEL was queued while no agent answered");
     } else {
-        tracing::info!(container_id, ifname, "a DEL that came while no agent answered finds no lease of its time");
+        tracing::info!(container_id, ifname, "a DEL queued while no agent answered finds no lease older than itself");
     }
     let queue = Arc::clone(queue);
-    Ok(tokio::task::spawn_blocking(move || queue.remove(&path)).await??)
+    Ok(port.run(move || queue.remove(&path)).await?)
 }
