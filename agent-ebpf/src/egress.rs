@@ -35,6 +35,14 @@ use crate::nat::{self, Owner, Refused};
 use crate::packet::{self, Packet};
 use crate::report::{count, event};
 
+/// The same value, which the verifier does not know. It follows the whole port walk once for each different constant that
+/// reaches it.
+#[inline(always)]
+fn opaque(settings: &SettingsValue, value: u32) -> u32 {
+    // SAFETY: a plain field.
+    value ^ unsafe { core::ptr::read_volatile(&settings.zero) }
+}
+
 /// The treatment of a packet.
 enum Verdict {
     /// Passed unchanged, with this counter.
@@ -163,7 +171,7 @@ struct Search {
     /// The owner.
     owner: Owner,
     /// The destination is excluded: only an older entry counts, and none is created.
-    excluded: bool,
+    excluded: u32,
 }
 
 /// The rules for a cache miss: a verdict, or a search.
@@ -187,7 +195,8 @@ fn consider(
     if !came_by(ctx, endpoint.ifindex) {
         return Err(Verdict::Pass(Counter::OtherDevice));
     }
-    let owner = Owner { kind: OWNER_POD, generation: endpoint.generation, device: endpoint.ifindex };
+    let kind = opaque(settings, OWNER_POD.into()) as u8;
+    let owner = Owner { kind, generation: endpoint.generation, device: endpoint.ifindex };
     if endpoint.flags & ENDPOINT_EXEMPT != 0 {
         return Err(Verdict::Pass(Counter::PodExempt));
     }
@@ -197,7 +206,7 @@ fn consider(
             if opens && let Some((external, port)) = cached {
                 nat::forget(flow, external, port);
             } else if prefix.since != 0 && nat::within(prefix.since, settings.window, nat::now()) {
-                return Ok(Search { external: device_address(ctx), owner, excluded: true });
+                return Ok(Search { external: device_address(ctx), owner, excluded: opaque(settings, 1) });
             }
         }
         return Err(Verdict::Pass(Counter::Excluded));
@@ -232,7 +241,7 @@ fn consider(
         event(ctx, Counter::NoDeviceAddress, flow, nat::now());
         return Err(Verdict::Pass(Counter::NoDeviceAddress));
     }
-    Ok(Search { external, owner, excluded: false })
+    Ok(Search { external, owner, excluded: opaque(settings, 0) })
 }
 
 /// Searches the flow's entry; if there is none, creates one if this packet may open a flow.
@@ -250,7 +259,7 @@ fn search_or_open(
     let opens = flow.protocol != TCP || tcp_opens(packet.flags);
     let now = nat::now();
     if let Some((port, entry)) = nat::find(settings, flow, search.external) {
-        if search.excluded && opens {
+        if search.excluded != 0 && opens {
             nat::forget(flow, search.external, port);
             return Verdict::Pass(Counter::Excluded);
         }
@@ -259,7 +268,7 @@ fn search_or_open(
         count(if search.owner.kind == OWNER_HOST { Counter::HostTranslated } else { Counter::CacheRefilled });
         return Verdict::Translate(search.external, port);
     }
-    if search.excluded {
+    if search.excluded != 0 {
         return Verdict::Pass(Counter::Excluded);
     }
     if !opens {
@@ -321,8 +330,9 @@ fn host(ctx: &TcContext, settings: &SettingsValue, packet: &Packet) -> Result<Se
         return pass;
     }
     if REV.get_ptr(key).is_some() {
-        let owner = Owner { kind: OWNER_HOST, generation: 0, device: 0 };
-        return Ok(Search { external: flow.source, owner, excluded: false });
+        let none = opaque(settings, 0);
+        let owner = Owner { kind: opaque(settings, OWNER_HOST.into()) as u8, generation: none, device: none };
+        return Ok(Search { external: flow.source, owner, excluded: none });
     }
     if settings.handover == handover::CLOSED {
         return Err(Verdict::Leave);

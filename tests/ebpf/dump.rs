@@ -156,7 +156,7 @@ fn layouts_are_those_of_user_space_and_every_byte_is_set() {
             (
                 map::SETTINGS,
                 "value",
-                layout!(SettingsValue: hash_key, flags, window, policy_changed, epoch, port_first, port_last, handover, room),
+                layout!(SettingsValue: hash_key, flags, window, policy_changed, epoch, port_first, port_last, handover, zero, room),
             ),
             (map::PORTS, "value", layout!(PortWord: reserved)),
             (map::TRIES, "value", layout!(TriesValue: used, moved, spare)),

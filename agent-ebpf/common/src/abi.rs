@@ -299,8 +299,10 @@ pub struct SettingsValue {
     pub port_last: u16,
     /// Role of the programs with these maps while others take over from them: a number of [`handover`].
     pub handover: u32,
+    /// Always 0: see `opaque` of the programs.
+    pub zero: u32,
     /// Room to grow; zero.
-    pub room: [u8; 24],
+    pub room: [u8; 20],
 }
 
 /// [`SettingsValue::flags`]: masquerading is enabled.

@@ -149,6 +149,7 @@ impl Settings {
             port_first: settings.port_min,
             port_last: settings.port_max,
             handover: before.handover,
+            zero: 0,
             room: before.room,
         })
     }
