@@ -254,6 +254,39 @@ fn with_the_api_server_down_the_agent_reports_the_wait_and_serves_afterwards() {
 }
 
 #[test]
+fn sigterm_ends_an_agent_also_while_it_waits_for_the_state_directory() {
+    let mut rig = Rig::new("p-sigterm");
+    rig.write_kubeconfig();
+    rig.start_agent(&[]);
+    until("the wait to be reported", || rig.wait("watch ciliumnodes").is_some());
+    let log = rig.node.file("/run/second.log");
+    let mut command = rig.command(&[]);
+    command.stdout(Stdio::null()).stderr(std::fs::File::create(&log).unwrap());
+    let mut second = command.spawn().unwrap();
+    until("the lock to be waited for", || {
+        std::fs::read_to_string(&log).unwrap().contains("waiting for another agent on this node")
+    });
+    for agent in [&mut second, rig.agent.as_mut().unwrap()] {
+        assert!(agent.try_wait().unwrap().is_none(), "each agent runs until its own signal");
+        let pid = agent.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let status = loop {
+            if let Some(status) = agent.try_wait().unwrap() {
+                break status;
+            }
+            if Instant::now() > deadline {
+                agent.kill().unwrap();
+                agent.wait().unwrap();
+                panic!("SIGTERM does not end the agent");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        assert!(status.success(), "{status}");
+    }
+}
+
+#[test]
 fn a_waiting_node_is_alive_for_kubelet_and_not_ready() {
     let mut rig = Rig::new("p-probes");
     rig.write_kubeconfig();

@@ -49,11 +49,11 @@ pub async fn replay(endpoints: Endpoints, findings: Findings, port: Blocking) {
 
 fn found(kept: Kept) -> Found {
     let Kept { path, reason, is_foreign } = kept;
-    let expected = if is_foreign { "the build that wrote it carries it out" } else { "its address is found by GC" };
+    let expected = if is_foreign { "the build that wrote it executes it" } else { "GC releases its address" };
     Found {
         reason: "queued-del-kept",
         subject: path.display().to_string(),
-        message: format!("a queued DEL is not carried out and stays: {reason}; {expected}"),
+        message: format!("a queued DEL is not executed and is kept: {reason}; {expected}"),
     }
 }
 
