@@ -12,6 +12,7 @@ use ipnet::{IpNet, Ipv4Net};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::time::Instant;
 
 /// The last inputs from the API server.
 const NODE: &str = "node.json";
@@ -114,6 +115,12 @@ pub fn last_good(state: &StateDir, findings: &Findings) -> Option<ConfigFile> {
 /// Minimum interval of writes in a busy cluster.
 const PAUSE: Duration = Duration::from_millis(500);
 
+/// A pause is at least so many times as long as the write before it, since the whole file is written for each change of a node.
+const PAUSE_PER_WRITE: u32 = 200;
+
+/// Maximum interval of writes in a busy cluster: how old the nodes may be that a restart without API server begins with.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
 /// Delay before a failed write is retried.
 const DISK_RETRY: Duration = Duration::from_secs(5);
 
@@ -132,6 +139,7 @@ pub async fn run(
     let mut written_list = 0;
     loop {
         let mut refused = false;
+        let began = Instant::now();
         let version = Version::new(FORMAT, FORMAT);
         let now = Remembered { version, pool: former.clone(), peers: peers.snapshot().rows.clone() };
         if written.as_ref() != Some(&now) && (now.pool.is_some() || !now.peers.is_empty()) {
@@ -158,7 +166,7 @@ pub async fn run(
                 }
             }
         }
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep((began.elapsed() * PAUSE_PER_WRITE).clamp(PAUSE, LONGEST_PAUSE)).await;
         tokio::select! {
             biased;
             () = peers.changed() => {}
