@@ -9,7 +9,7 @@
 //!       ▲                             ▲                 desired tables             │
 //!       └─────────────────────────────┴── realised state is observed again ────────┘
 //!
-//!  cistern-cni ─► api (unix socket) ─► leases: one task owns the pod leases ─► state (disk), datapath
+//!  cistern-cni ─► api (unix socket) ─► leases: one task owns the pod leases ─► state (disk), tables
 //! ```
 //!
 //! * [`app::agent_role`] and [`app::operator_role`] list the **tasks** of each role.

@@ -243,7 +243,7 @@ impl Agent {
             host: Box::new(Still { root: machine.file("/") }),
             draw: Box::new(rand::random),
             store: Box::new(Forget),
-            map: None,
+            datapath: None,
             mode: Box::new(Fixed),
             cilium_nodes: cilium_nodes.reader(),
             network: network.reader(),

@@ -126,9 +126,11 @@ impl AgentApi for Answers {
         let address = granted.lease.addresses.ipv4.ok_or_else(no_ipv4)?;
         // The first ADD of a node may arrive while its router address is being added, which is the source of the pod's
         // route on the node. The lease is kept, so a retry gets the same address.
-        if !self.node.router_is_set().await {
+        let router = granted.router.ipv4.ok_or_else(no_ipv4)?;
+        if let Err(error) = self.node.router_is_set(router).await {
             let reason = format!(
-                "the router address of {address} is not on this node yet; the address remains allocated to the pod"
+                "router address {router} of {address} is not on this node yet ({error}); the address remains allocated to \
+                 the pod"
             );
             return Err(Failure::new(Refusal::RouterNotSet, reason));
         }
@@ -140,7 +142,7 @@ impl AgentApi for Answers {
         let leased = LeasedAddress {
             address: address.into(),
             prefix_len: pod_cidr.map_or(32, |pod_cidr| pod_cidr.prefix_len()),
-            router: granted.router.ipv4.ok_or_else(no_ipv4)?.into(),
+            router: router.into(),
         };
         Ok(AddResponse::new(vec![leased], self.node.pod_mtu(), granted.lease.generation))
     }

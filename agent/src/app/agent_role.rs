@@ -16,7 +16,7 @@ use crate::kubernetes::node::Annotations;
 use crate::kubernetes::node_condition::NodeConditions;
 use crate::kubernetes::{self, events, views, watch as watches};
 use crate::leases;
-use crate::reconciler::{Options, Reconcile, SERIAL, TargetStatus};
+use crate::reconciler::{Handle, Options, Reconcile, SERIAL, TargetStatus};
 use crate::state::{ServedMarker, StateDir, remembered};
 use crate::tables::findings::Findings;
 use crate::tables::notices::Notices;
@@ -262,7 +262,8 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let reconcile = Reconcilers { statuses: Arc::clone(&statuses), clock, token: token.clone() };
     let mut required = vec!["routes", ROUTER_ADDRESS];
     tasks.spawn_loop("apply routes", reconcile.run("routes", targets.routes, routes.reader()));
-    tasks.spawn_loop("apply router address", reconcile.run(ROUTER_ADDRESS, targets.router, router.reader()));
+    let (apply, router_on_node) = reconcile.awaited(ROUTER_ADDRESS, targets.router, router.reader());
+    tasks.spawn_loop("apply router address", apply);
     let reporter = events::Reporter { controller: kubernetes::AGENT, instance: name.clone() };
     let write = events::run(client.clone(), reporter, notices.reader(), cilium_nodes.reader(), clock, token.clone());
     tasks.spawn_loop("write events", write);
@@ -277,7 +278,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
         let target = super::targets::target(Annotations::new(client.clone(), nodes.reader()));
         tasks.spawn_loop("write annotations", reconcile.run("Node annotations", target, annotations.reader()));
     }
-    let (mut endpoint_map, mut known_endpoints) = (None, BTreeMap::new());
+    let (mut in_datapath, mut known_endpoints) = (None, BTreeMap::new());
     if let Some(datapath) = targets.datapath {
         required.extend(["excluded destinations", "endpoints", "devices", "datapath settings", "attachments"]);
         let m = &masquerade;
@@ -285,12 +286,13 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             "apply excluded",
             reconcile.run("excluded destinations", datapath.excluded, m.excluded.reader()),
         );
-        tasks.spawn_loop("apply endpoints", reconcile.run("endpoints", datapath.endpoints, endpoints.reader()));
+        let (apply, handle) = reconcile.awaited("endpoints", datapath.endpoints, endpoints.reader());
+        tasks.spawn_loop("apply endpoints", apply);
+        in_datapath = Some(handle);
         tasks.spawn_loop("apply devices", reconcile.run("devices", datapath.devices, m.devices.reader()));
         tasks.spawn_loop("apply settings", reconcile.run("datapath settings", datapath.settings, m.settings.reader()));
         tasks.spawn_loop("attach programs", reconcile.run("attachments", datapath.attachments, m.attachments.reader()));
         tasks.spawn("datapath background", (datapath.background)(token.clone()));
-        endpoint_map = Some(datapath.endpoint_map);
         known_endpoints = datapath.known_endpoints;
     }
     let (ask, owner) = leases::start(
@@ -306,7 +308,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             host: agent.host,
             draw: agent.draw,
             store: lease_store,
-            map: endpoint_map,
+            datapath: in_datapath,
             mode: node_mode(&settings),
             cilium_nodes: cilium_nodes.reader(),
             network: network.reader(),
@@ -357,6 +359,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             peers: peers.reader(),
             pool: pool.reader(),
             router: router.reader(),
+            router_on_node,
             leader: leader.reader(),
             targets: statuses.reader(),
             required_targets: required,
@@ -425,6 +428,16 @@ impl Reconcilers {
         target: Target<K, V>,
         desired: Reader<K, V>,
     ) -> futures::future::BoxFuture<'static, ()> {
+        self.awaited(name, target, desired).0
+    }
+
+    /// As [`Self::run`], also with the handle that waits for rows.
+    fn awaited<K: Ord, V>(
+        &self,
+        name: &'static str,
+        target: Target<K, V>,
+        desired: Reader<K, V>,
+    ) -> (futures::future::BoxFuture<'static, ()>, Handle<K, V>) {
         let options = Options {
             name,
             full_pass: Duration::from_secs(300),
@@ -433,6 +446,8 @@ impl Reconcilers {
             // Each target is a kernel object, or one API object.
             concurrency: SERIAL,
         };
-        target(Reconcile::new(options, desired, Arc::clone(&self.statuses), self.clock, self.token.clone()))
+        let with = Reconcile::new(options, desired, Arc::clone(&self.statuses), self.clock, self.token.clone());
+        let handle = with.handle();
+        (target(with), handle)
     }
 }

@@ -3,17 +3,14 @@
 use super::node_status::MapRows;
 use super::targets::{DatapathTargets, Targets, blocking_target};
 use crate::blocking::Blocking;
-use crate::datapath::{Capacities, Collector, Datapath, Endpoints, Events, Pins, View};
-use crate::leases::EndpointMap;
+use crate::datapath::{Capacities, Collector, Datapath, Events, Pins, View};
 use crate::netlink::targets::{RouterAddress, Routes};
 use crate::netlink::{Handle, link, monitor};
 use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::NetworkRow;
 use anyhow::Context;
-use cistern_core::masquerade::plan::EndpointEntry;
 use cistern_core::settings::Settings;
 use serde_json::{Value, json};
-use std::net::Ipv4Addr;
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
@@ -90,7 +87,6 @@ fn open_datapath(
     let targets = DatapathTargets {
         excluded: blocking_target(datapath.excluded()?, port),
         endpoints: blocking_target(datapath.endpoints()?, port),
-        endpoint_map: Box::new(Map(datapath.endpoints()?)),
         known_endpoints: datapath.endpoints()?.rows()?,
         devices: blocking_target(datapath.devices()?, port),
         settings: blocking_target(datapath.settings(rand::random())?, port),
@@ -98,19 +94,6 @@ fn open_datapath(
         background: Box::new(move |cancel| Box::pin(background(events, collector, collecting, cancel))),
     };
     Ok((targets, Arc::new(move |name| rows(&view, name).map_err(|error| format!("{error:#}")))))
-}
-
-/// The kernel's endpoint map, for confirmations.
-struct Map(Endpoints);
-
-impl EndpointMap for Map {
-    fn insert(&mut self, address: Ipv4Addr, entry: EndpointEntry) -> Result<(), String> {
-        self.0.insert(address, entry).map_err(|error| error.to_string())
-    }
-
-    fn remove(&mut self, address: Ipv4Addr) -> Result<(), String> {
-        self.0.remove(address).map_err(|error| error.to_string())
-    }
 }
 
 /// Expires flows and logs events of the kernel programs, until cancelled.

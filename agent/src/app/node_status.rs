@@ -8,7 +8,7 @@ use crate::api::types::{
 };
 use crate::kubernetes::election::LeaderRow;
 use crate::leases::{self, View};
-use crate::reconciler::TargetStatus;
+use crate::reconciler::{Handle, NotRealised, TargetStatus};
 use crate::tables::Reader;
 use crate::tables::findings::{FindingKey, FindingRow};
 use crate::tables::rows::{
@@ -29,7 +29,7 @@ use std::time::Duration;
 pub const ROUTER_ADDRESS: &str = "router address";
 
 /// How long an ADD waits for it before the caller is asked to retry.
-const ROUTER_PATIENCE: Duration = Duration::from_secs(2);
+const ROUTER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reads the rows of a kernel map for the CLI.
 pub type MapRows = Arc<dyn Fn(&str) -> Result<serde_json::Value, String> + Send + Sync>;
@@ -63,6 +63,8 @@ pub struct NodeStatus {
     pub pool: Reader<(), PoolRow>,
     /// Router address.
     pub router: Reader<Ipv4Addr, ()>,
+    /// The reconciler of the router address.
+    pub router_on_node: Handle<Ipv4Addr, ()>,
     /// The election.
     pub leader: Reader<(), LeaderRow>,
     /// State of the reconcilers.
@@ -187,16 +189,12 @@ impl NodeStatus {
         Health::new(reasons)
     }
 
-    /// Waits briefly for the router address on this node, and returns whether it is there.
-    pub async fn router_is_set(&self) -> bool {
-        let mut targets = self.targets.clone();
-        let set = async {
-            while !targets.snapshot().rows.get(ROUTER_ADDRESS).is_some_and(|status| status.complete && status.done > 0)
-            {
-                targets.changed().await;
-            }
-        };
-        tokio::time::timeout(ROUTER_PATIENCE, set).await.is_ok()
+    /// Waits briefly until a granted router address is published and on this node.
+    ///
+    /// # Errors
+    /// Why it is not.
+    pub async fn router_is_set(&self, address: Ipv4Addr) -> Result<(), NotRealised> {
+        self.router_on_node.has(address, (), ROUTER_TIMEOUT).await
     }
 
     /// The whole status.

@@ -1,7 +1,6 @@
 //! Targets of the agent, as values: the kernel in production, memory in script tests.
 
 use crate::blocking::Blocking;
-use crate::leases::EndpointMap;
 use crate::reconciler::{self, BlockingOperations, Offloaded, Operations, Reconcile};
 use crate::tables::Table;
 use crate::tables::rows::{NetworkRow, RouteTarget};
@@ -48,8 +47,6 @@ pub struct DatapathTargets {
     pub excluded: Target<Ipv4Net, ExcludedReason>,
     /// Pods of this node.
     pub endpoints: Target<Ipv4Addr, EndpointEntry>,
-    /// The same map, for confirmations.
-    pub endpoint_map: Box<dyn EndpointMap>,
     /// The pods that the map had at the start.
     pub known_endpoints: BTreeMap<Ipv4Addr, EndpointEntry>,
     /// Egress devices and their addresses.

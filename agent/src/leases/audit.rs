@@ -29,7 +29,6 @@ impl Task {
         let Outcome { answer, changes } = self.leases.end_lost(&audited.lost, now);
         for lease in answer {
             tracing::warn!(attachment = %lease.attachment, "lease ended by the audit: its pod no longer exists and no DEL arrived");
-            self.forget(&lease);
         }
         self.owed.extend(changes);
         // What a namespace that exists is connected by may be a pod's whose records and routes are lost.

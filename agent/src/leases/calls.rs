@@ -3,6 +3,7 @@
 use super::publish::endpoint;
 use super::task::Task;
 use super::{EndpointError, View};
+use crate::reconciler::NotRealised;
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{
     AddError, AddRequest, Attachment, CollectRequest, Granted, OwnerError, OwnerLease, OwnerRequest, PodAttachment,
@@ -10,8 +11,19 @@ use cistern_core::ipam::lease::{
 };
 use cistern_core::ipam::node::pod_cidr::{AddressError, Addresses};
 use cistern_core::moment::Moment;
+use futures::future::BoxFuture;
 use jiff::{SignedDuration, Timestamp};
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
+
+/// How long a call waits for the datapath: less than the plugin waits for the agent.
+const DATAPATH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Completes when the datapath has what is published for an address, or with the reason why not.
+pub(super) type Realisation = BoxFuture<'static, Result<(), NotRealised>>;
+
+/// The removal of the pod with this address from the datapath.
+pub(super) type Removal = (Ipv4Addr, Realisation);
 
 impl Task {
     pub(super) fn add(&mut self, request: AddRequest) -> Result<Granted, EndpointError> {
@@ -25,6 +37,53 @@ impl Task {
         answer
     }
 
+    /// Publishes the pod for the datapath; the lease is confirmed when that is realised. `None` if there is nothing to wait
+    /// for: without a datapath, for a pod without an entry, and for a confirmation that changes nothing.
+    pub(super) fn present(
+        &mut self,
+        attachment: &Attachment,
+        generation: u64,
+        interface: &PodAttachment,
+        began: Option<&Moment>,
+    ) -> Option<Realisation> {
+        let lease = self.leases.check(attachment, self.parts.clock.now())?;
+        if lease.generation != generation || self.leases.asked_since(lease, began) {
+            return None;
+        }
+        let (address, entry) = (lease.addresses.ipv4?, endpoint(interface, generation)?);
+        self.parts.datapath.as_ref()?;
+        self.presented.insert(attachment.clone(), (generation, entry));
+        self.publish();
+        self.realisation(address)
+    }
+
+    /// Takes back what [`Task::present`] published, and returns the error of the confirmation. The reason may be that the
+    /// lease ended meanwhile.
+    pub(super) fn withdraw(
+        &mut self,
+        attachment: &Attachment,
+        generation: u64,
+        interface: PodAttachment,
+        began: Option<&Moment>,
+        error: NotRealised,
+    ) -> Result<(), EndpointError> {
+        let lease = self.leases.check(attachment, self.parts.clock.now());
+        let Some(address) = lease.filter(|lease| lease.generation == generation).and_then(|lease| lease.addresses.ipv4)
+        else {
+            return self.confirm(attachment, generation, interface, began);
+        };
+        // A repeated confirmation may have presented another interface since.
+        let entry = endpoint(&interface, generation);
+        if self.presented.get(attachment).is_some_and(|(_, presented)| Some(*presented) == entry) {
+            self.presented.remove(attachment);
+        }
+        self.publish();
+        match error {
+            NotRealised::Ended => Err(EndpointError::ShuttingDown),
+            error => Err(EndpointError::Datapath { address, reason: error.to_string() }),
+        }
+    }
+
     pub(super) fn confirm(
         &mut self,
         attachment: &Attachment,
@@ -33,17 +92,12 @@ impl Task {
         began: Option<&Moment>,
     ) -> Result<(), EndpointError> {
         let now = self.parts.clock.now();
-        // Check before writing to the datapath: a rejected or repeated confirmation must not change it.
-        if let Some(lease) = self.leases.check(attachment, now)
-            && lease.generation == generation
-            && !self.leases.asked_since(lease, began)
-            && let (Some(address), Some(map)) = (lease.addresses.ipv4, self.parts.map.as_mut())
-            && let Some(entry) = endpoint(&interface, generation)
-        {
-            map.insert(address, entry).map_err(|reason| EndpointError::Datapath { address, reason })?;
-        }
+        let entry = endpoint(&interface, generation);
         let outcome = self.leases.confirm(attachment, generation, interface, began, now);
         let answer = self.durable(outcome).map(drop);
+        if self.presented.get(attachment).is_some_and(|(_, presented)| Some(*presented) == entry) {
+            self.presented.remove(attachment);
+        }
         self.publish();
         answer
     }
@@ -52,29 +106,38 @@ impl Task {
         &mut self,
         attachment: &Attachment,
         began: Option<Moment>,
-    ) -> Result<Option<PodLease>, EndpointError> {
+    ) -> Result<(Option<PodLease>, Vec<Removal>), EndpointError> {
         let outcome = self.leases.del(attachment, began, self.parts.clock.now());
-        if let Some(lease) = &outcome.answer {
-            self.forget(lease);
-        }
         let answer = self.given_back(outcome, |_| vec![RecordKey::Pod(attachment.clone())]);
         self.publish();
-        answer
+        let lease = answer?;
+        let removals = self.removals(lease.as_slice());
+        Ok((lease, removals))
     }
 
-    pub(super) fn collect(&mut self, request: &CollectRequest) -> Result<Vec<PodLease>, EndpointError> {
+    pub(super) fn collect(&mut self, request: &CollectRequest) -> Result<(Vec<PodLease>, Vec<Removal>), EndpointError> {
         let now = self.parts.clock.now();
         let host = &self.parts.host;
         let may_live = |netns: &str| host.namespace(netns) != Namespace::Gone;
         let outcome = self.leases.collect(request, may_live, now);
-        for lease in &outcome.answer {
-            self.forget(lease);
-        }
         let key = |lease: &PodLease| RecordKey::Pod(lease.attachment.clone());
         let answer = self.given_back(outcome, |ended| ended.iter().map(key).collect());
         self.next_audit = now;
         self.publish();
-        answer
+        let leases = answer?;
+        let removals = self.removals(&leases);
+        Ok((leases, removals))
+    }
+
+    /// The removal of ended leases from the datapath, as just published.
+    fn removals(&self, ended: &[PodLease]) -> Vec<Removal> {
+        let addresses = ended.iter().filter_map(|lease| lease.addresses.ipv4);
+        addresses.filter_map(|address| Some((address, self.realisation(address)?))).collect()
+    }
+
+    /// What is published for an address, in the datapath.
+    fn realisation(&self, address: Ipv4Addr) -> Option<Realisation> {
+        Some(Box::pin(self.parts.datapath.as_ref()?.realised(address, DATAPATH_TIMEOUT)))
     }
 
     pub(super) fn check(&self, attachment: &Attachment) -> Option<(PodLease, Addresses)> {

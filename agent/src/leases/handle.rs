@@ -1,5 +1,6 @@
 //! Handle of the lease task.
 
+use super::calls::Removal;
 use super::task::{Command, Task};
 use super::{EndpointError, VIEW_DEADLINE, View};
 use cistern_core::ip::Family;
@@ -8,6 +9,7 @@ use cistern_core::ipam::lease::{
 };
 use cistern_core::ipam::node::pod_cidr::Addresses;
 use cistern_core::moment::Moment;
+use futures::future::join_all;
 use std::net::IpAddr;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
@@ -59,15 +61,30 @@ impl Endpoints {
         interface: PodAttachment,
         began: Option<Moment>,
     ) -> Result<(), EndpointError> {
-        self.ask(move |task| task.confirm(&attachment, generation, interface, began.as_ref())).await
+        let presented = {
+            let (attachment, interface, began) = (attachment.clone(), interface.clone(), began.clone());
+            self.ask(move |task| Ok(task.present(&attachment, generation, &interface, began.as_ref()))).await?
+        };
+        let error = match presented {
+            Some(presented) => presented.await.err(),
+            None => None,
+        };
+        self.ask(move |task| match error {
+            None => task.confirm(&attachment, generation, interface, began.as_ref()),
+            Some(error) => task.withdraw(&attachment, generation, interface, began.as_ref(), error),
+        })
+        .await
     }
 
-    /// See [`cistern_core::ipam::lease::Leases::del`]. Returns the released lease, if any.
+    /// See [`cistern_core::ipam::lease::Leases::del`]. Returns the released lease, if any, whose pod is no longer in the
+    /// datapath then.
     ///
     /// # Errors
     /// See [`EndpointError`].
     pub async fn del(&self, attachment: Attachment, began: Option<Moment>) -> Result<Option<PodLease>, EndpointError> {
-        self.ask(move |task| task.del(&attachment, began)).await
+        let (lease, removals) = self.ask(move |task| task.del(&attachment, began)).await?;
+        removed(removals).await;
+        Ok(lease)
     }
 
     /// See [`cistern_core::ipam::lease::Leases::collect`]. Returns the released leases.
@@ -75,7 +92,9 @@ impl Endpoints {
     /// # Errors
     /// See [`EndpointError`].
     pub async fn collect(&self, request: CollectRequest) -> Result<Vec<PodLease>, EndpointError> {
-        self.ask(move |task| task.collect(&request)).await
+        let (leases, removals) = self.ask(move |task| task.collect(&request)).await?;
+        removed(removals).await;
+        Ok(leases)
     }
 
     /// See [`cistern_core::ipam::lease::Leases::check`]; also returns the router addresses.
@@ -143,6 +162,17 @@ impl Endpoints {
                 Ok(_) | Err(EndpointError::NoAnswer) => sleep(DURABLE_INTERVAL).await,
                 Err(error) => return Err(error),
             }
+        }
+    }
+}
+
+/// Waits until pods are out of the datapath. A DEL does not fail because of the datapath: the reconciler retries, and the
+/// address is in quarantine meanwhile.
+async fn removed(removals: Vec<Removal>) {
+    let outcomes = join_all(removals.into_iter().map(async |(address, realised)| (address, realised.await))).await;
+    for (address, outcome) in outcomes {
+        if let Err(error) = outcome {
+            tracing::warn!(%address, %error, "endpoint not removed at once; the reconciler retries");
         }
     }
 }

@@ -11,7 +11,8 @@
 //! | [`deletions`] | execution of DELs that the plugin queued |
 //!
 //! Answers are sent after their records are on disk, and an interface is confirmed after the pod is in the datapath, so
-//! that the pod's first packet is treated like later ones.
+//! that the pod's first packet is treated like later ones. The task does not write the datapath: it publishes the desired
+//! rows, and callers wait outside of the task until the reconciler of the table has realised theirs.
 //!
 //! Leases have their own clock ([`Parts::clock`]), which is monotonic. Reported times are converted to the wall clock
 //! here.
@@ -32,6 +33,7 @@ pub use handle::{Endpoints, expiration_ids, family};
 pub use task::WAIT;
 
 use crate::clock::Clock;
+use crate::reconciler::Handle;
 use crate::tables::findings::Findings;
 use crate::tables::rows::{CiliumNodeRow, NetworkRow, NodeRow, PeerRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
@@ -80,20 +82,6 @@ pub trait Host: Send {
     fn remove_device(&mut self, name: &str) -> Result<(), String>;
 }
 
-/// The kernel programs' endpoint map.
-pub trait EndpointMap: Send {
-    /// Inserts or replaces a pod.
-    ///
-    /// # Errors
-    /// The failed operation, human-readable.
-    fn insert(&mut self, address: Ipv4Addr, entry: EndpointEntry) -> Result<(), String>;
-    /// Removes a pod, if it exists.
-    ///
-    /// # Errors
-    /// The failed operation, human-readable.
-    fn remove(&mut self, address: Ipv4Addr) -> Result<(), String>;
-}
-
 /// Why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EndpointError {
@@ -112,7 +100,7 @@ pub enum EndpointError {
         /// The reason.
         reason: String,
     },
-    /// The kernel map could not be updated.
+    /// The reconciler has not added the pod to the datapath.
     #[error("endpoint {address} cannot be added to the datapath: {reason}; the lease remains provisional")]
     Datapath {
         /// The pod's address.
@@ -176,8 +164,8 @@ pub struct Parts {
     pub draw: Box<dyn FnMut() -> u64 + Send>,
     /// Persistence of the records.
     pub store: Box<dyn LeaseStore>,
-    /// The kernel programs' endpoint map; `None` without a datapath.
-    pub map: Option<Box<dyn EndpointMap>>,
+    /// The reconciler of `endpoints`, which alone writes the kernel programs' map; `None` without a datapath.
+    pub datapath: Option<Handle<Ipv4Addr, EndpointEntry>>,
     /// The IPAM mode.
     pub mode: Box<dyn NodeMode>,
     /// Every CiliumNode, as the API server lists it.

@@ -3,25 +3,18 @@
 use super::task::Task;
 use crate::tables::rows::PoolRow;
 use cistern_core::ip::Family;
-use cistern_core::ipam::lease::{DEFAULT_POOL, LeaseState, PodAttachment, PodLease};
+use cistern_core::ipam::lease::{Attachment, DEFAULT_POOL, LeaseState, PodAttachment};
 use cistern_core::ipam::supply::GrantState;
 use cistern_core::masquerade::plan::EndpointEntry;
 use ipnet::IpNet;
 use std::collections::BTreeMap;
 
 impl Task {
-    /// Removes the pod from the kernel before its address can be reallocated.
-    pub(super) fn forget(&mut self, lease: &PodLease) {
-        if let Some(address) = lease.addresses.ipv4
-            && let Some(map) = self.parts.map.as_mut()
-            && let Err(reason) = map.remove(address)
-        {
-            tracing::warn!(%address, reason, "endpoint not removed at once; the reconciler does it");
-        }
-    }
-
     /// Publishes the derived tables.
-    pub(super) fn publish(&self) {
+    pub(super) fn publish(&mut self) {
+        let (leases, now) = (&self.leases, self.parts.clock.now());
+        let generation = |attachment: &Attachment| leases.check(attachment, now).map(|lease| lease.generation);
+        self.presented.retain(|attachment, (presented, _)| generation(attachment) == Some(*presented));
         let network = self.parts.network.peek();
         let owes_grant = self.owes_grant();
         let is_known = self.plan.as_ref().is_some_and(|plan| plan.supply.is_some());
@@ -51,8 +44,23 @@ impl Task {
                 self.parts.router.publish(routers.into_iter().map(|router| (router, ())).collect());
             }
         }
-        // Nothing is removed from the datapath before the pods without a record are known.
+        let leased = self.leases.pods().filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
+            (LeaseState::Confirmed { interface, .. }, Some(address)) => {
+                Some((address, endpoint(interface, lease.generation)?))
+            }
+            _ => None,
+        });
+        let presented = self.presented.iter().filter_map(|(attachment, (_, entry))| {
+            let lease = self.leases.check(attachment, now)?;
+            Some((lease.addresses.ipv4?, *entry))
+        });
+        let recorded = leased.chain(presented);
+        // Nothing is removed from the datapath before the pods without a record are known: the table is not synced, and
+        // the reconciler applies only rows that calls wait for.
         if !network.synced {
+            self.parts.endpoints.modify(|rows| {
+                rows.replace(recorded.collect());
+            });
             return;
         }
         let unrecorded = self.unrecorded();
@@ -61,13 +69,7 @@ impl Task {
             let known = self.parts.known_endpoints.get(&address).filter(|known| known.ifindex == ifindex);
             (address, known.copied().unwrap_or_else(|| entry(ifindex, 0)))
         });
-        let leased = self.leases.pods().filter_map(|lease| match (&lease.state, lease.addresses.ipv4) {
-            (LeaseState::Confirmed { interface, .. }, Some(address)) => {
-                Some((address, endpoint(interface, lease.generation)?))
-            }
-            _ => None,
-        });
-        self.parts.endpoints.publish(unrecorded.chain(leased).collect());
+        self.parts.endpoints.publish(unrecorded.chain(recorded).collect());
     }
 }
 

@@ -3,8 +3,9 @@
 use super::others::Others;
 use super::{EndpointError, Parts};
 use cistern_core::ipam::audit::{Audit, HostLink, Namespace};
-use cistern_core::ipam::lease::{Leases, Outcome, Owed, RecordKey, Restored};
+use cistern_core::ipam::lease::{Attachment, Leases, Outcome, Owed, RecordKey, Restored};
 use cistern_core::ipam::node::NodePlan;
+use cistern_core::masquerade::plan::EndpointEntry;
 use jiff::Timestamp;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -34,6 +35,8 @@ pub(super) struct Task {
     pub(super) waiting: Vec<&'static str>,
     /// The pod CIDRs of other nodes.
     pub(super) others: Others,
+    /// Entries of pods whose confirmation waits for the datapath, with the generations of their leases.
+    pub(super) presented: BTreeMap<Attachment, (u64, EndpointEntry)>,
     pub(super) parts: Parts,
 }
 
@@ -54,6 +57,7 @@ pub(super) async fn run(mut parts: Parts, mut receiver: mpsc::Receiver<Command>,
         plan: None,
         planned_held: None,
         waiting: Vec::new(),
+        presented: BTreeMap::new(),
         others: Others::default(),
         parts,
     };

@@ -1,6 +1,8 @@
 use super::*;
 use crate::tables::rows::{LinkRow, RouteRow};
-use cistern_core::ipam::lease::{AddRequest, OwnerRequest};
+use cistern_core::ipam::lease::{
+    AddRequest, DEFAULT_POOL, Interface, LeaseState, OwnerRequest, PodAttachment, PodLease,
+};
 use cistern_core::ipam::node::cluster_pool::List;
 use cistern_core::ipam::node::{NodeInput, NodePlan, Observed};
 use cistern_core::ipam::supply::{Grant, GrantState, Supply};
@@ -127,7 +129,7 @@ impl Rig {
                 drawn
             }),
             store: Box::new(disk.clone()),
-            map: None,
+            datapath: None,
             mode: Box::new(Scripted(Arc::clone(&supply))),
             cilium_nodes: cilium_nodes.reader(),
             network: network.reader(),
@@ -338,4 +340,235 @@ async fn errors_have_times_by_the_wall_clock() {
     rig.ask.release(address, "default".into()).await.unwrap();
     let resting = rig.ask.allocate_address(address, "ns/y".into(), "default".into()).await.unwrap_err().to_string();
     assert!(resting.contains("2026-01-01T00:00:"), "{resting}");
+}
+
+/// The kernel programs' endpoint map: reads and writes take a while, or fail on request.
+#[derive(Clone, Default)]
+struct KernelMap {
+    rows: Arc<Mutex<BTreeMap<Ipv4Addr, EndpointEntry>>>,
+    deleted: Arc<Mutex<Vec<Ipv4Addr>>>,
+    reading: Duration,
+    writing: Duration,
+    refuses: Arc<AtomicBool>,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("no space left in cst_endpoints")]
+struct Full;
+
+impl cistern_core::reconcile::Classify for Full {
+    fn class(&self) -> cistern_core::reconcile::ErrorClass {
+        cistern_core::reconcile::ErrorClass::Transient
+    }
+}
+
+impl KernelMap {
+    async fn write(&self) -> Result<(), Full> {
+        tokio::time::sleep(self.writing).await;
+        if self.refuses.load(Ordering::Relaxed) { Err(Full) } else { Ok(()) }
+    }
+
+    fn get(&self, address: Ipv4Addr) -> Option<u32> {
+        self.rows.lock().unwrap().get(&address).map(|entry| entry.ifindex)
+    }
+
+    fn addresses(&self) -> Vec<Ipv4Addr> {
+        self.rows.lock().unwrap().keys().copied().collect()
+    }
+}
+
+impl crate::reconciler::Operations for KernelMap {
+    type Key = Ipv4Addr;
+    type Value = EndpointEntry;
+    type Error = Full;
+
+    async fn update(&self, address: &Ipv4Addr, entry: &EndpointEntry) -> Result<(), Full> {
+        self.write().await?;
+        self.rows.lock().unwrap().insert(*address, *entry);
+        Ok(())
+    }
+
+    async fn delete(&self, address: &Ipv4Addr) -> Result<(), Full> {
+        self.write().await?;
+        self.rows.lock().unwrap().remove(address);
+        self.deleted.lock().unwrap().push(*address);
+        Ok(())
+    }
+
+    async fn observe(&self) -> Result<BTreeMap<Ipv4Addr, EndpointEntry>, Full> {
+        let rows = self.rows.lock().unwrap().clone();
+        tokio::time::sleep(self.reading).await;
+        Ok(rows)
+    }
+}
+
+/// How often the map is read.
+const FULL_PASS: Duration = Duration::from_secs(3);
+
+impl Rig {
+    /// With a datapath.
+    fn with_map(map: &KernelMap, change: impl FnOnce(&mut Parts)) -> Self {
+        use crate::reconciler::{self, Options, Reconcile, SERIAL};
+        let mut reconcile = None;
+        let rig = Self::with(at("2026-01-01T00:00:00Z"), at("2026-01-01T00:00:00Z"), |parts| {
+            let options = Options {
+                name: "endpoints",
+                full_pass: FULL_PASS,
+                backoff: cistern_core::reconcile::backoff::Backoff {
+                    base: Duration::from_millis(100),
+                    max: Duration::from_secs(15),
+                },
+                prune: true,
+                concurrency: SERIAL,
+            };
+            let statuses = Arc::new(Table::new("targets"));
+            let desired = parts.endpoints.reader();
+            let with = Reconcile::new(options, desired, statuses, parts.clock, CancellationToken::new());
+            parts.datapath = Some(with.handle());
+            reconcile = Some(with);
+            change(parts);
+        });
+        tokio::spawn(reconciler::run(map.clone(), reconcile.unwrap()));
+        rig
+    }
+
+    /// An ADD before its confirmation.
+    async fn add(&self, number: u32) -> (Attachment, u64, Ipv4Addr) {
+        let attachment = Attachment { container_id: format!("c{number}"), ifname: "eth0".into() };
+        let netns = format!("/run/netns/c{number}");
+        let request = AddRequest { attachment: attachment.clone(), netns, ..request(None) };
+        let lease = self.ask.add(request).await.unwrap().lease;
+        (attachment, lease.generation, lease.addresses.ipv4.unwrap())
+    }
+
+    async fn is_confirmed(&self, attachment: &Attachment) -> bool {
+        let (lease, _) = self.ask.check(attachment.clone()).await.unwrap().unwrap();
+        matches!(lease.state, LeaseState::Confirmed { .. })
+    }
+}
+
+fn pair(host_ifindex: u32) -> PodAttachment {
+    PodAttachment::Pair(Interface { host_ifname: LINK.to_owned(), host_ifindex, mac: "02:00:00:00:00:01".to_owned() })
+}
+
+// A full pass reads the map before the pod is published, and compares it with the table afterwards.
+#[tokio::test(start_paused = true)]
+async fn a_pod_confirmed_during_a_full_pass_is_in_the_datapath_before_the_answer_and_stays_there() {
+    let map = KernelMap { reading: Duration::from_secs(1), ..KernelMap::default() };
+    let rig = Rig::with_map(&map, |_| {});
+    for number in 0..20 {
+        // At another moment of the full pass each time.
+        tokio::time::sleep(Duration::from_millis(330)).await;
+        let (attachment, generation, address) = rig.add(number).await;
+        rig.ask.confirm(attachment.clone(), generation, pair(100 + number), None).await.unwrap();
+        assert_eq!(map.get(address), Some(100 + number), "pod {number}");
+        tokio::time::sleep(2 * FULL_PASS).await;
+        assert_eq!(map.get(address), Some(100 + number), "pod {number}");
+        assert!(map.deleted.lock().unwrap().is_empty(), "pod {number}");
+        rig.ask.del(attachment, None).await.unwrap();
+        assert_eq!(map.get(address), None, "pod {number}");
+        map.deleted.lock().unwrap().clear();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_confirmation_and_a_release_are_answered_after_the_datapath_has_followed() {
+    let map = KernelMap { writing: Duration::from_secs(2), ..KernelMap::default() };
+    let rig = Rig::with_map(&map, |_| {});
+    let (attachment, generation, address) = rig.add(1).await;
+    let ask = rig.ask.clone();
+    let (confirmed, of) = (attachment.clone(), attachment.clone());
+    let confirm = tokio::spawn(async move { ask.confirm(confirmed, generation, pair(7), None).await });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    // The task serves others meanwhile.
+    assert!(!confirm.is_finished() && map.get(address).is_none() && !rig.is_confirmed(&attachment).await);
+    confirm.await.unwrap().unwrap();
+    assert!(map.get(address) == Some(7) && rig.is_confirmed(&attachment).await);
+
+    let ask = rig.ask.clone();
+    let release = tokio::spawn(async move { ask.del(of, None).await });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(!release.is_finished() && map.get(address) == Some(7));
+    // The address is not reallocated while the datapath may have the pod.
+    assert!(rig.ask.allocate_address(address.into(), "ns/x".into(), "default".into()).await.is_err());
+    release.await.unwrap().unwrap();
+    assert_eq!(map.get(address), None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_write_to_the_datapath_fails_the_confirmation_with_its_reason_and_leaves_no_row() {
+    let map = KernelMap::default();
+    let rig = Rig::with_map(&map, |_| {});
+    let (attachment, generation, address) = rig.add(1).await;
+    map.refuses.store(true, Ordering::Relaxed);
+    let error = rig.ask.confirm(attachment.clone(), generation, pair(7), None).await.unwrap_err();
+    assert_eq!(error, EndpointError::Datapath { address, reason: Full.to_string() });
+    assert!(!rig.is_confirmed(&attachment).await);
+    assert!(!rig.endpoints.snapshot().rows.contains_key(&address));
+    // A DEL succeeds all the same.
+    let (other, of_other, _) = rig.add(2).await;
+    assert!(rig.ask.confirm(other.clone(), of_other, pair(8), None).await.is_err());
+    assert!(rig.ask.del(other, None).await.unwrap().is_some());
+    map.refuses.store(false, Ordering::Relaxed);
+    rig.ask.confirm(attachment.clone(), generation, pair(7), None).await.unwrap();
+    assert!(rig.is_confirmed(&attachment).await);
+    tokio::time::sleep(2 * FULL_PASS).await;
+    assert_eq!(map.addresses(), [address]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_released_while_its_confirmation_waits_for_the_datapath_is_in_it_no_more() {
+    let map = KernelMap { writing: Duration::from_secs(1), ..KernelMap::default() };
+    let rig = Rig::with_map(&map, |_| {});
+    let (attachment, generation, _) = rig.add(1).await;
+    let (ask, of) = (rig.ask.clone(), attachment.clone());
+    let confirm = tokio::spawn(async move { ask.confirm(of, generation, pair(7), None).await });
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    rig.ask.del(attachment.clone(), None).await.unwrap();
+    let error = confirm.await.unwrap().unwrap_err();
+    assert_eq!(error, EndpointError::Confirm(ConfirmError::NoLease { attachment }));
+    assert_eq!(map.addresses(), [] as [Ipv4Addr; 0]);
+}
+
+// After a restart a confirmation may arrive before the devices of this node are known.
+#[tokio::test(start_paused = true)]
+async fn before_the_devices_are_known_a_pod_enters_and_leaves_the_datapath_and_no_other_does() {
+    let map = KernelMap::default();
+    let other = Ipv4Addr::new(10, 33, 0, 40);
+    map.rows.lock().unwrap().insert(other, EndpointEntry { ifindex: 9, no_masquerade: false, generation: 1 });
+    let (attachment, generation, address) = Rig::start().add(1).await;
+    let lease = |state| {
+        Record::Pod(PodLease {
+            attachment: attachment.clone(),
+            generation,
+            addresses: Addresses { ipv4: Some(address), ipv6: None },
+            network: None,
+            pod: None,
+            pool: DEFAULT_POOL.to_owned(),
+            netns: "/run/netns/c1".into(),
+            began: None,
+            confirmed: None,
+            state,
+        })
+    };
+    let network: Arc<Table<(), NetworkRow>> = Arc::new(Table::new("network"));
+    let rig = Rig::with_map(&map, |parts| {
+        let now = parts.clock.now();
+        let expires = now.checked_add(Duration::from_secs(60)).unwrap();
+        parts.records = vec![
+            Record::Grant(Grant::new(NET.parse().unwrap())),
+            lease(LeaseState::Provisional { since: now, expires }),
+        ];
+        parts.network = network.reader();
+    });
+    rig.ask.confirm(attachment.clone(), generation, pair(7), None).await.unwrap();
+    assert_eq!((map.get(address), map.get(other)), (Some(7), Some(9)));
+    rig.ask.del(attachment, None).await.unwrap();
+    tokio::time::sleep(2 * FULL_PASS).await;
+    assert_eq!(map.addresses(), [other]);
+    assert!(!rig.endpoints.snapshot().synced);
+    // Now it is a row too many.
+    network.publish(BTreeMap::from([((), NetworkRow::default())]));
+    tokio::time::sleep(2 * FULL_PASS).await;
+    assert_eq!(map.addresses(), [] as [Ipv4Addr; 0]);
 }

@@ -84,13 +84,48 @@ where
     pub fn realised(&self, key: K, within: Duration) -> impl Future<Output = Result<(), NotRealised>> + Send + 'static {
         let wanted = self.desired.peek().rows.get(&key).cloned();
         let (target, sender) = (self.target, self.sender.clone());
+        async move { in_time(target, within, ask(&sender, key, wanted)).await }
+    }
+
+    /// Waits until the table has `value` under `key`, for a caller that does not publish it, and the target has it, too.
+    ///
+    /// # Errors
+    /// As [`Handle::realised`].
+    pub fn has(
+        &self,
+        key: K,
+        value: V,
+        within: Duration,
+    ) -> impl Future<Output = Result<(), NotRealised>> + Send + 'static
+    where
+        K: Clone,
+    {
+        let (target, sender, mut desired) = (self.target, self.sender.clone(), self.desired.clone());
         async move {
-            let (reply, answer) = oneshot::channel();
-            let ask = async {
-                sender.send(Request { key, wanted, reply }).await.map_err(|_| NotRealised::Ended)?;
-                answer.await.map_err(|_| NotRealised::Ended)?
+            let published = async {
+                loop {
+                    desired.snapshot();
+                    match ask(&sender, key.clone(), Some(value.clone())).await {
+                        Err(NotRealised::Superseded { .. }) => desired.changed().await,
+                        outcome => return outcome,
+                    }
+                }
             };
-            tokio::time::timeout(within, ask).await.unwrap_or(Err(NotRealised::Late { target, within }))
+            in_time(target, within, published).await
         }
     }
+}
+
+async fn ask<K, V>(sender: &mpsc::Sender<Request<K, V>>, key: K, wanted: Option<V>) -> Result<(), NotRealised> {
+    let (reply, answer) = oneshot::channel();
+    sender.send(Request { key, wanted, reply }).await.map_err(|_| NotRealised::Ended)?;
+    answer.await.map_err(|_| NotRealised::Ended)?
+}
+
+async fn in_time(
+    target: &'static str,
+    within: Duration,
+    work: impl Future<Output = Result<(), NotRealised>>,
+) -> Result<(), NotRealised> {
+    tokio::time::timeout(within, work).await.unwrap_or(Err(NotRealised::Late { target, within }))
 }

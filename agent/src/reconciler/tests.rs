@@ -366,6 +366,31 @@ async fn a_publisher_can_wait_until_a_row_is_realised() {
     assert!(!rig.calls().iter().any(|call| call.ends_with(" 50")));
 }
 
+// An earlier row in the target is not the one that is waited for.
+#[tokio::test(start_paused = true)]
+async fn a_reader_can_wait_until_a_given_value_is_published_and_realised() {
+    let rig = Rig::start(Memory::default());
+    rig.publish(&[(1, "a")]);
+    seconds(1).await;
+    assert_eq!(rig.status().done, 1);
+    let late = Err(NotRealised::Late { target: "memory", within: PATIENCE });
+    assert_eq!(rig.handle.has(2, "b".into(), PATIENCE).await, late);
+    assert_eq!(rig.handle.has(1, "b".into(), PATIENCE).await, late);
+    rig.target.state().slow = Duration::from_secs(1);
+    let waits = tokio::spawn(rig.handle.has(2, "b".into(), PATIENCE));
+    seconds(1).await;
+    rig.publish(&[(2, "b")]);
+    assert_eq!(waits.await.unwrap(), Ok(()));
+    assert_eq!(rig.target.state().held.get(&2).map(String::as_str), Some("b"));
+    rig.calls();
+    assert_eq!(rig.handle.has(2, "b".into(), PATIENCE).await, Ok(()));
+    assert_eq!(rig.calls(), [] as [String; 0]);
+    rig.target.state().refuse.insert(3, vec![ErrorClass::Transient]);
+    rig.publish(&[(2, "b"), (3, "c")]);
+    let refused = Err(NotRealised::Failed("target says Transient".to_owned()));
+    assert_eq!(rig.handle.has(3, "c".into(), PATIENCE).await, refused);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_row_is_realised_for_its_waiter_before_the_target_was_read_and_the_table_has_synced() {
     let target = Memory::default();

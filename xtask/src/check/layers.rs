@@ -46,7 +46,7 @@ const LAYERS: [Layer; 20] = [
     Layer { name: "controllers", may_name: &["reconciler", "tables"] },
     Layer { name: "reconciler", may_name: &["tables"] },
     // DELs that the plugin queued end leases.
-    Layer { name: "leases", may_name: &["cni::deletion_queue", "tables"] },
+    Layer { name: "leases", may_name: &["cni::deletion_queue", "reconciler", "tables"] },
     Layer { name: "tables", may_name: &[] },
     Layer { name: "blocking", may_name: &[] },
     Layer { name: "clock", may_name: &[] },

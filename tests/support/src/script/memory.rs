@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cistern::app::targets::{DatapathTargets, Targets, blocking_target};
 use cistern::blocking::Blocking;
-use cistern::leases::{EndpointMap, Host, LeaseStore};
+use cistern::leases::{Host, LeaseStore};
 use cistern::reconciler::BlockingOperations;
 use cistern::tables::rows::{LinkRow, NetworkRow, RouteRow, RouteTarget};
 use cistern_core::ipam::audit::Namespace;
@@ -107,20 +107,6 @@ where
     fn observe(&mut self) -> Result<BTreeMap<K, V>, MemoryError> {
         self.gate.pass(self.name)?;
         Ok(lock(&self.rows).clone())
-    }
-}
-
-impl EndpointMap for MemoryTarget<Ipv4Addr, EndpointEntry> {
-    fn insert(&mut self, address: Ipv4Addr, entry: EndpointEntry) -> Result<(), String> {
-        self.gate.pass(self.name).map_err(|error| error.to_string())?;
-        lock(&self.rows).insert(address, entry);
-        Ok(())
-    }
-
-    fn remove(&mut self, address: Ipv4Addr) -> Result<(), String> {
-        self.gate.pass(self.name).map_err(|error| error.to_string())?;
-        lock(&self.rows).remove(&address);
-        Ok(())
     }
 }
 
@@ -337,7 +323,6 @@ impl Machine {
             datapath: Some(DatapathTargets {
                 excluded: blocking_target(memory("excluded", &self.excluded, &gate), &port),
                 endpoints: blocking_target(memory("endpoints", &self.endpoints, &gate), &port),
-                endpoint_map: Box::new(memory("endpoints", &self.endpoints, &gate)),
                 known_endpoints: lock(&self.endpoints).clone(),
                 devices: blocking_target(memory("devices", &self.devices, &gate), &port),
                 settings: blocking_target(memory("settings", &self.settings, &gate), &port),
