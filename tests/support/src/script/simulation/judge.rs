@@ -175,11 +175,13 @@ impl Judge {
     /// A pod got an address.
     ///
     /// # Errors
-    /// Another pod has it.
+    /// Another pod has it, and no DEL of that pod has begun. A DEL removes the pod's device before it asks for the release; if
+    /// the disk refuses the quarantine and the agent crashes then, the address is free at once.
     pub(super) fn granted(&mut self, address: &str, node: &str, pod: &str) -> Result<(), String> {
-        match self.addresses.insert(address.to_owned(), (node.to_owned(), pod.to_owned())) {
-            Some((other, held)) if other != node || held != pod => {
-                Err(format!("{address} of pod {held} on {other} is allocated to pod {pod} on {node}"))
+        let pod = (node.to_owned(), pod.to_owned());
+        match self.addresses.insert(address.to_owned(), pod.clone()) {
+            Some(other) if other != pod && !self.ending.contains(&other) => {
+                Err(format!("{address} of pod {} on {} is allocated to pod {} on {}", other.1, other.0, pod.1, pod.0))
             }
             _ => Ok(()),
         }
