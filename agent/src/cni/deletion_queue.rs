@@ -147,7 +147,9 @@ fn is_del(extension: &str) -> bool {
 
 fn read(path: &Path) -> Result<QueuedDel, Kept> {
     let kept = |is_foreign| move |reason: String| Kept { path: path.to_owned(), reason, is_foreign };
-    let bytes = std::fs::read(path).map_err(|error| kept(false)(error.to_string()))?;
+    // Nothing can be renamed over a directory.
+    let is_directory = |error: &std::io::Error| error.kind() == ErrorKind::IsADirectory;
+    let bytes = std::fs::read(path).map_err(|error| kept(is_directory(&error))(error.to_string()))?;
     let Head { format, oldest_reader, kind } =
         serde_json::from_slice(&bytes).map_err(|error| kept(false)(error.to_string()))?;
     Version { format, oldest_reader }.check(FORMAT).map_err(|error| kept(true)(error.to_string()))?;
@@ -202,9 +204,11 @@ impl DeletionQueue {
     pub fn push(&self, del: &QueuedDel) -> Result<(), QueueError> {
         let mut path = self.path(del, "");
         let mut waiting = path.exists().then(|| read(&path));
-        if matches!(&waiting, Some(Err(kept)) if kept.is_foreign) {
-            path = self.path(del, "-2");
-            waiting = path.exists().then(|| read(&path));
+        for suffix in ["-2", "-3", "-4"] {
+            if matches!(&waiting, Some(Err(kept)) if kept.is_foreign) {
+                path = self.path(del, suffix);
+                waiting = path.exists().then(|| read(&path));
+            }
         }
         if waiting.is_none() && self.files(is_del)?.len() >= LIMIT && self.list()?.dels.len() >= LIMIT {
             return Err(QueueError::Full { path: self.directory.clone() });
@@ -379,5 +383,17 @@ mod tests {
             std::fs::write(dir.path().join(format!("later-{number}.json")), later[0]).unwrap();
         }
         queue.push(&del(7)).unwrap();
+    }
+
+    #[test]
+    fn a_directory_in_the_place_of_an_entry_stops_no_del() {
+        let dir = tempfile::tempdir().unwrap();
+        let queue = DeletionQueue::open_shared(dir.path()).unwrap();
+        for suffix in ["", "-2"] {
+            std::fs::create_dir(queue.path(&del(1), suffix)).unwrap();
+        }
+        queue.push(&del(1)).unwrap();
+        assert_eq!(dels(&queue), [del(1)]);
+        assert_eq!(queue.list().unwrap().kept.len(), 2);
     }
 }

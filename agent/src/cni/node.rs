@@ -48,9 +48,11 @@ pub(super) fn gc(garbage: Garbage) -> Result<(), Failure> {
     let request = GcRequest { network, valid: valid.into_iter().map(known).collect(), began: clock::moment() };
     let answer = client(&paths, GC_TIMEOUT).post::<_, GcResponse>("/v1/cni/gc", &request);
     let ended = answer.map_err(|error| agent_failure(&error))?.released;
-    let failures = ended.into_iter().filter_map(|attachment| remove_pair(attachment, &paths).err());
-    let errors: Vec<String> = failures.map(|failure| failure.message).collect();
-    if errors.is_empty() { Ok(()) } else { Err(Failure::new(Code::Kernel, errors.join("; "))) }
+    let failures: Vec<Failure> =
+        ended.into_iter().filter_map(|attachment| remove_pair(attachment, &paths).err()).collect();
+    let Some(code) = failures.first().map(|failure| failure.code) else { return Ok(()) };
+    let messages: Vec<String> = failures.into_iter().map(|failure| failure.message).collect();
+    Err(Failure::new(code, messages.join("; ")))
 }
 
 /// Removes the pair of an attachment, unless a new ADD has the attachment since its lease ended.
