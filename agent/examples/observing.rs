@@ -32,7 +32,7 @@ const PROBES: &str = "
 
 | process | where | `GET /healthz` | `GET /readyz` |
 |---|---|---|---|
-| agent | `127.0.0.1`, port `agent-health-port` (9879) | 200 while the lease owner responds | 200 if pods can be served, as \
+| agent | `127.0.0.1`, port `agent-health-port` (9879) | 200 while the process runs | 200 if pods can be served, as \
 for exit code 0 of `cistern status` |
 | operator | `operator-api-serve-addr` (127.0.0.1:9234) | 200 while the process runs | 200 if it leads, or a leader is known |
 

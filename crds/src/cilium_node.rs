@@ -155,7 +155,7 @@ pub struct IpamSpec {
     pub ipv6_pool: BTreeMap<String, AllocationIp>,
 
     /// The node's pod CIDRs. Written by the operator in mode `cluster-pool`, by the agent from the Node in mode
-    /// `kubernetes`.
+    /// `kubernetes`, and by the agent where its pods have addresses of a pod CIDR that is not listed.
     /// At most one per family, IPv4 first.
     #[serde(default, rename = "podCIDRs", skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "cidr_list")]

@@ -4,7 +4,7 @@
 
 /// NAT authority: every translated flow by its translated tuple. Plain preallocated hash, so nothing is ever evicted.
 pub const REV: &str = "cst_rev";
-/// Cache from a flow's local form to its translated tuple. LRU: an evicted entry is found again in [`REV`].
+/// Cache from a flow's local form to its translated tuple. LRU: an evicted entry is found again in `cst_rev`.
 pub const FWD: &str = "cst_fwd";
 /// Flows opened from outside to a pod, by the tuple of the pod's replies. LRU.
 pub const INBOUND: &str = "cst_inbound";
@@ -22,7 +22,7 @@ pub const PORTS: &str = "cst_ports";
 pub const TRIES: &str = "cst_tries";
 /// When each event was last logged, one slot.
 pub const EVENTS: &str = "cst_events";
-/// Packets by kind, per CPU; the index is a [`crate::counter::Counter`].
+/// Packets by kind, per CPU; the index is a counter of `common/src/counter.rs`.
 pub const COUNTERS: &str = "cst_counters";
 
 /// All maps, in the order in which they are reported.

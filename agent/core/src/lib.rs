@@ -1,8 +1,7 @@
 //! Cistern's decisions, as pure functions and small state machines.
 //!
 //! Nothing here does I/O, reads a clock or draws a random number: time, randomness and environment are arguments
-//! (`clippy.toml` bans the functions that would break this). The package `cistern` executes the decisions, in
-//! modules of the same names.
+//! (`clippy.toml` bans the functions that would break this). The package `cistern` executes the decisions.
 //!
 //! | module | decides |
 //! |---|---|

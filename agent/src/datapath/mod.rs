@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  object ─► handover ─► loader ─► pins/maps ◄─ maps: Excluded, Endpoints, Devices, Settings (Operations)   View (reads)
-//!                            │                    collector (deletes expired entries)      
+//!                            │                    collector (deletes expired entries)
 //!                            └────► pins/progs ─► attach: Attachments (Operations) ─► pins/links
 //! ```
 //!
@@ -24,6 +24,7 @@
 //! | `collector` | deletes expired entries |
 //! | `events` | log events of the programs |
 //! | `kernel` | system calls that aya does not provide |
+//! | `error` | errors of all of them |
 
 mod attach;
 mod btf;

@@ -1,6 +1,6 @@
 //! The Kubernetes API: connecting, watching, writing, electing a leader.
 //!
-//! API structs stop at [`views`]; everything behind it works on the rows of [`crate::tables::rows`].
+//! API structs do not leave this module: [`views`] turns them into the rows of [`crate::tables::rows`].
 
 pub mod cilium_node;
 pub mod client;

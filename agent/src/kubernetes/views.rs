@@ -1,4 +1,4 @@
-//! Conversion of API objects to rows. API types are not used beyond this module.
+//! Conversion of watched API objects to rows.
 
 use super::node_condition;
 use super::watch::{View, ViewError};

@@ -6,6 +6,7 @@
 //! | `task` | runs calls and timers sequentially |
 //! | `calls` | execution of calls: change, write the records, answer |
 //! | `supply` | what may be allocated, from the tables |
+//! | `others` | the pod CIDRs of other nodes |
 //! | `audit` | comparison of leases with namespaces and devices |
 //! | `publish` | tables derived from the leases |
 //! | [`deletions`] | execution of DELs that the plugin queued |
@@ -17,7 +18,7 @@
 //! Leases have their own clock ([`Parts::clock`]), which is monotonic. Reported times are converted to the wall clock
 //! here.
 //!
-//! A device of ours with a route is a pod even without a record, which may have been damaged or of another version.
+//! A device of ours with a route is a pod even without a record, which may have been damaged or of a newer format.
 //! Such a pod remains in the datapath, and its address is not allocated.
 
 mod audit;

@@ -7,6 +7,8 @@
 //! | module | purpose |
 //! |---|---|
 //! | [`link`] `address` `route` `neighbour` | build [`Request`]s, and read objects |
+//! | `handle` | the socket |
+//! | [`targets`] | routes and the router address as targets of the reconciler |
 //! | [`monitor`] | publishes the node's network whenever it changes |
 //! | [`namespace`] | network namespaces: open, compare, run code inside |
 //!

@@ -2,7 +2,7 @@
 //!
 //! Files are JSON, written under a temporary name and renamed, without fsync (`ipam` decision 8): `kill -9` leaves
 //! complete files, and after a power loss the affected pods' namespaces no longer exist. A file that is unreadable or
-//! of another version is set aside under another name and reported; it is never overwritten.
+//! of a format that this build would misread is set aside under another name and reported; it is never overwritten.
 
 mod leases;
 pub mod remembered;

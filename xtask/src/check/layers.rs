@@ -20,7 +20,7 @@ struct Layer {
 /// Every module may read the clock, run blocking work, log, and count.
 const COMMON_MODULES: [&str; 3] = ["blocking", "clock", "telemetry"];
 
-const LAYERS: [Layer; 20] = [
+const LAYERS: [Layer; 19] = [
     Layer { name: "main", may_name: &["app"] },
     // The plugin starts in about a millisecond, so it bypasses `app` and its runtime.
     Layer { name: "bin", may_name: &["cni"] },
@@ -28,7 +28,6 @@ const LAYERS: [Layer; 20] = [
         name: "app",
         may_name: &[
             "api",
-            "azure",
             "cli",
             "cni",
             "controllers",
@@ -52,7 +51,6 @@ const LAYERS: [Layer; 20] = [
     Layer { name: "clock", may_name: &[] },
     Layer { name: "telemetry", may_name: &[] },
     Layer { name: "api", may_name: &["reconciler", "tables"] },
-    Layer { name: "azure", may_name: &["reconciler", "tables"] },
     Layer { name: "datapath", may_name: &["reconciler", "tables"] },
     Layer { name: "files", may_name: &["reconciler", "tables"] },
     // The network configuration may come from a file.

@@ -115,8 +115,8 @@ settings! {
     /// Port on 127.0.0.1 for the agent's `GET /healthz` (process is alive) and `GET /readyz` (pods are served). 0
     /// disables it.
     "agent-health-port" agent_health_port: Option<u16> = Some(9879);
-    /// Address of `cistern operator` for `GET /healthz` (process is alive) and `GET /readyz` (takes part in leader
-    /// election).
+    /// Address of `cistern operator` for `GET /healthz` (process is alive) and `GET /readyz` (leads, or a
+    /// leader is known).
     "operator-api-serve-addr" operator_api_address: Option<ServeAddress> = Some(ServeAddress::localhost(9234));
     /// Address on which the agent serves Prometheus metrics at `/metrics`.
     "prometheus-serve-addr" metrics_address: Option<ServeAddress> = None;

@@ -7,6 +7,9 @@
 //! | [`ledger`] | state of a leader between plans, by pool and family |
 //! | [`cluster_pool`] | mode `cluster-pool`: one pod CIDR of each family for each node |
 //!
+//! A new mode of the operator is one file here that implements [`ClusterMode`], and a line in the operator's role
+//! (`Ipam` in `app/operator_role.rs`).
+//!
 //! # Claims, contests and restores
 //!
 //! Three parties write about a node's pod CIDRs, and each may have lost what it wrote: the operator records them and writes
@@ -14,8 +17,8 @@
 //! `cistern.io/claimed-pod-cidr`; administrators edit objects, delete them, and restore the API server from a backup. A pod
 //! keeps its address whatever they do, so what a node lists is never changed under it.
 //!
-//! A **pod CIDR** of a pool is in one of these states; the [`Ledger`](ledger::Ledger) holds the first two, and the
-//! [`Records`](records::Records) make them outlive a leader:
+//! A **pod CIDR** of a pool is in one of these states; the [`Ledger`](ledger::Ledger) holds which are held, in
+//! quarantine and avoided, and the [`Records`](records::Records) make the first two outlive a leader:
 //!
 //! ```text
 //!             take, claim                         forget, release

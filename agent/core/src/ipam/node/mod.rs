@@ -2,8 +2,9 @@
 //!
 //! A [`NodeMode`] answers, in one pure call, what the node may allocate from *and* what its agent writes to its CiliumNode. The
 //! owner of the leases asks it with what is granted and held at that moment, takes the answer over, and publishes what is to
-//! be written once the grants that it rests on are on disk. A new IPAM mode is one file here, and a line where the agent's role
-//! chooses the mode.
+//! be written once the grants that it rests on are on disk. A new IPAM mode is one file here, a
+//! name in [`IpamMode`](crate::settings::IpamMode), and a line in the agent's role (`node_mode` in `app/agent_role.rs`). One that
+//! reads more of its CiliumNode also extends [`CiliumNodeFacts`] and the row it is made from.
 
 pub mod address_set;
 mod bookings;
