@@ -56,6 +56,7 @@ const REFUSED: &[(&str, Accepted, &str)] = &[
     ("cluster-pool-ipv6-cidr", Words(&[]), "IPv6 is not implemented: nodes would not be assigned a pod CIDR of it"),
     ("ipv4-range", Words(&["auto"]), "the node's pod CIDR is read from its CiliumNode"),
     ("local-router-ipv6", Words(&[]), "IPv6 is not implemented"),
+    ("disable-ipv4", Off, "IPv4 is required; it is the former opposite of enable-ipv4"),
     (
         "kube-proxy-replacement",
         Words(&["false", "disabled", "partial", "probe"]),
@@ -71,6 +72,7 @@ const REFUSED: &[(&str, Accepted, &str)] = &[
     ("enable-encryption-strict-mode-egress", Off, "traffic that must be encrypted would be sent in clear text"),
     ("enable-encryption-strict-mode-ingress", Off, "traffic that must be encrypted would be accepted in clear text"),
     ("mesh-auth-mutual-enabled", Off, "pods would connect without the authentication that policies require"),
+    ("mesh-auth-mtls-enabled", Off, "pods would connect without the authentication that policies require"),
     (
         "enable-policy",
         Words(&["default", "never"]),
@@ -94,6 +96,7 @@ const REFUSED: &[(&str, Accepted, &str)] = &[
     ("enable-local-redirect-policy", Off, "traffic would not be redirected to node-local pods"),
     ("enable-vtep", Off, "the endpoints behind the tunnel would be unreachable"),
     ("enable-nat46x64-gateway", Off, "traffic between IPv4 and IPv6 would not be translated"),
+    ("enable-stateless-nat46x64", Off, "traffic between IPv4 and IPv6 would not be translated"),
     ("enable-ipip-termination", Off, "IPIP traffic would not be decapsulated"),
     ("enable-bgp-control-plane", Off, "routes would not be announced"),
     ("bgp-announce-lb-ip", Off, "routes would not be announced"),
@@ -131,13 +134,27 @@ const NOTED: &[(&str, &str)] = &[
         "auto-direct-node-routes installs routes to nodes on the same L2 network only, and reports the others",
     ),
     ("kube-proxy-replacement", "Services are not implemented; kube-proxy is required"),
+    ("device", "Cilium replaced it by devices; set devices to choose where traffic is masqueraded"),
+    ("blacklist-conflicting-routes", "Cilium removed it; conflicts of the pod CIDR with the node are always detected"),
+    ("ct-global-max-entries-tcp", "Cilium replaced it; bpf-nat-global-max limits the masqueraded flows"),
+    ("ct-global-max-entries-other", "Cilium replaced it; bpf-nat-global-max limits the masqueraded flows"),
+    ("install-iptables-rules", "Cilium removed it; traffic is masqueraded in eBPF, see enable-ipv4-masquerade"),
 ];
 
 /// Features of Cilium: prefixes of their keys, and their names. The first match counts.
 const PARTS: &[(&str, &[&str])] = &[
     (
         "Hubble",
-        &["hubble-", "enable-hubble", "monitor-", "enable-monitor", "enable-recorder", "trace-", "nat-map-stats"],
+        &[
+            "hubble-",
+            "cilium-hubble-",
+            "enable-hubble",
+            "monitor-",
+            "enable-monitor",
+            "enable-recorder",
+            "trace-",
+            "nat-map-stats",
+        ],
     ),
     (
         "network policies",
@@ -149,6 +166,8 @@ const PARTS: &[(&str, &[&str])] = &[
             "enable-k8s-cluster-network-policy",
             "enable-non-default-deny",
             "labels",
+            "legacy-host-allows-world",
+            "force-local-policy-",
             "mesh-auth-",
         ],
     ),
@@ -181,6 +200,9 @@ const PARTS: &[(&str, &[&str])] = &[
             "enable-host-port",
             "enable-external-ips",
             "enable-svc-",
+            "enable-legacy-services",
+            "enable-experimental-lb",
+            "lbipam-",
             "enable-health-check-",
             "enable-session-",
             "enable-internal-traffic",
@@ -197,7 +219,18 @@ const PARTS: &[(&str, &[&str])] = &[
     ("health checks", &["enable-health-", "enable-endpoint-health-", "health-check-", "agent-health-"]),
     (
         "other IPAM modes",
-        &["ipam-", "eni-", "aws-", "ec2-", "azure-", "alibaba", "auto-create-cilium-pod", "limit-ipam-"],
+        &[
+            "ipam-",
+            "eni-",
+            "aws-",
+            "ec2-",
+            "update-ec2-",
+            "multi-pool-",
+            "azure-",
+            "alibaba",
+            "auto-create-cilium-pod",
+            "limit-ipam-",
+        ],
     ),
     ("IPv6", &["enable-ipv6", "ipv6-"]),
     (

@@ -369,6 +369,47 @@ fn keys_that_disable_something_are_not_reported() {
     assert!(text.contains("Hubble have no effect: enable-hubble, hubble-listen-address"), "{text}");
 }
 
+/// Keys that older charts and the ConfigMaps of kubespray, kops and Gardener still set, with the values that they set.
+#[test]
+fn retired_keys_start() {
+    let pairs = [
+        ("blacklist-conflicting-routes", "false"),
+        ("ct-global-max-entries-tcp", "524288"),
+        ("device", "undefined"),
+        ("disable-ipv4", "false"),
+        ("hubble-flow-buffer-size", "4095"),
+        ("install-iptables-rules", "true"),
+        ("legacy-host-allows-world", "false"),
+        ("tofqdns-enable-poller", "true"),
+        ("update-ec2-apdater-limit-via-api", "true"),
+        ("wait-bpf-mount", "true"),
+    ];
+    let text = warned(&pairs);
+    for (part, key) in [
+        ("Hubble", "hubble-flow-buffer-size"),
+        ("the L7 and DNS proxies", "tofqdns-enable-poller"),
+        ("other parts", "wait-bpf-mount"),
+    ] {
+        assert!(text.contains(&format!("keys for {part} have no effect: {key}")), "{part} is not in\n{text}");
+    }
+    assert!(!text.contains("device") && !text.contains("blacklist"), "what is off is not reported:\n{text}");
+}
+
+#[test]
+fn retired_key_names_its_successor() {
+    for (key, value, successor) in [
+        ("device", "eth0", "set devices"),
+        ("blacklist-conflicting-routes", "true", "always detected"),
+        ("ct-global-max-entries-tcp", "524288", "bpf-nat-global-max"),
+        ("install-iptables-rules", "true", "enable-ipv4-masquerade"),
+    ] {
+        let text = warned(&[(key, value)]);
+        assert!(text.contains(&format!("{key}={value}")) && text.contains(successor), "{text}");
+    }
+    assert!(refused(&[("disable-ipv4", "true")]).contains("enable-ipv4"));
+    assert!(accepted(&[("device", "eth0")]).devices.is_automatic(), "another meaning than devices");
+}
+
 #[test]
 fn lists_of_keys_are_in_order_and_disjoint() {
     let foreign: Vec<_> = cilium::names().collect();
