@@ -222,7 +222,7 @@ fn invalid_settings_exit_with_64_and_name_the_remedy() {
     }
     std::fs::create_dir_all(rig.node.file("/run/config")).unwrap();
     std::fs::write(rig.node.file("/run/config/enable-ipv4-masqurade"), "true").unwrap();
-    let (code, text) = rig.refused(&["--config-dir", "/run/config"]);
+    let (code, text) = rig.refused(&["--config-dir", "/run/config", "--strict-config"]);
     assert_eq!(code, 64);
     assert!(text.contains("enable-ipv4-masqurade") && text.contains("enable-ipv4-masquerade"), "{text}");
 }

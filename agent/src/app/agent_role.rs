@@ -18,7 +18,7 @@ use crate::kubernetes::{self, events, views, watch as watches};
 use crate::leases;
 use crate::reconciler::{Handle, Options, Reconcile, SERIAL, TargetStatus};
 use crate::state::{ServedMarker, StateDir, remembered};
-use crate::tables::findings::Findings;
+use crate::tables::findings::{Findings, Found};
 use crate::tables::notices::Notices;
 use crate::tables::rows::{CiliumNodeRow, NodeRow, PoolRow};
 use crate::tables::{Reader, Table, Waits};
@@ -165,6 +165,14 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let Agent { settings, client, targets, ports, shared, .. } = agent;
     let Shared { clock, waits, findings, targets: statuses, leader, notices } = shared;
     let name = settings.node_name.clone();
+    findings.replace(
+        tell::SETTINGS,
+        settings.unknown().iter().map(|(key, message)| Found {
+            reason: "unknown-setting",
+            subject: key.clone(),
+            message: message.clone(),
+        }),
+    );
     let mut tasks = Supervisor::new("agent", cancel);
     let token = tasks.token();
 

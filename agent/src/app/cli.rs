@@ -17,7 +17,8 @@ const ABOUT: &str = "An eBPF dataplane agent for Kubernetes nodes that owns IP a
 
 const SETTINGS_HELP: &str = "Every flag is also a file of that name in the config directory (as the ConfigMap \
 `cilium-config` is mounted) and an environment variable (CISTERN_ or CILIUM_ before its name in capitals, _ for -). Flags \
-win over the environment, which wins over files. Names are Cilium's. A key that neither Cistern nor Cilium knows is refused.";
+win over the environment, which wins over files. Names are Cilium's. A flag that neither Cistern nor Cilium knows is \
+refused; a file of such a name is reported and has no effect (see strict-config).";
 
 /// The command line, for parsing, `--help` and the generated reference.
 #[must_use]

@@ -6,6 +6,7 @@ use crate::api::types::{
     FindingReport, Health, LeaderReport, MasqueradeReport, NodeReply, NodeReport, OwnNodeReply, ReconcilerReport,
     RowReport, Status, WaitReport,
 };
+use crate::controllers::notices::SETTINGS;
 use crate::kubernetes::election::LeaderRow;
 use crate::leases::{self, View};
 use crate::reconciler::{Handle, NotRealised, TargetStatus};
@@ -425,7 +426,12 @@ impl NodeStatus {
             Some(row) if row.blocked.is_some() => "PodCIDRBlocked",
             Some(_) => "NotReady",
         };
-        let message = if health.ready { "pods get addresses".to_owned() } else { health.reasons.join("; ") };
+        let mut message = if health.ready { "pods get addresses".to_owned() } else { health.reasons.join("; ") };
+        let findings = self.findings.peek();
+        for (_, row) in findings.rows.iter().filter(|((source, ..), _)| *source == SETTINGS) {
+            message.push_str("; ");
+            message.push_str(&row.message);
+        }
         NodeCondition { ready: health.ready, reason: reason.to_owned(), message }
     }
 }

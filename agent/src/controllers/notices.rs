@@ -17,6 +17,9 @@ const SHORT_WAIT: Duration = Duration::from_secs(30);
 /// The component that finds unreadable state files.
 pub const STATE_FILES: &str = "state";
 
+/// The component that finds keys without effect among the settings.
+pub const SETTINGS: &str = "settings";
+
 /// Follows the pod CIDR of a node, until dropped. Its state at startup is not published.
 pub async fn node(
     node: String,
@@ -38,7 +41,11 @@ pub async fn node(
         before = now;
         let found = findings.snapshot();
         for ((source, reason, subject), row) in found.rows.iter().filter(|(key, _)| !published.contains(*key)) {
-            let event = if *source == STATE_FILES { Reason::StateFileSetAside } else { Reason::LeaseFinding };
+            let event = match *source {
+                STATE_FILES => Reason::StateFileSetAside,
+                SETTINGS => Reason::UnknownSetting,
+                _ => Reason::LeaseFinding,
+            };
             notices.publish(&node, event, format!("{reason} {subject}: {}", row.message));
         }
         published = found.rows.keys().cloned().collect();

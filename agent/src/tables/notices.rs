@@ -61,6 +61,8 @@ reasons! {
         "The records of leases contradict each other or the node's network";
     StateFileSetAside "StateFileSetAside" true "RestoreLeases"
         "A state file could not be read and was renamed";
+    UnknownSetting "UnknownSetting" true "ReadSettings"
+        "The ConfigMap has a key that neither Cistern nor Cilium knows; it has no effect";
     PodCidrPoolExhausted "PodCIDRPoolExhausted" true "AllocatePodCIDR"
         "The pool has no free pod CIDR for the node";
     PodCidrRefused "PodCIDRRefused" true "ClaimPodCIDR"

@@ -5,7 +5,7 @@
 //! feature is not logged. Values that change where packets go or how they are protected are rejected, because ignoring
 //! them would break or expose traffic. The error states the alternative ([`REFUSED`]).
 
-use super::layers::{Given, known_names};
+use super::layers::{Given, Source, known_names};
 use super::{SettingsError, Warning};
 use crate::spelling::nearest;
 use std::collections::BTreeMap;
@@ -266,13 +266,26 @@ pub(super) fn refusals() -> impl Iterator<Item = (&'static str, String, &'static
     REFUSED.iter().map(|(key, accepted, reason)| (*key, accepted.in_words(), *reason))
 }
 
-/// Sorts the keys that Cistern does not implement into errors and warnings.
-pub(super) fn judge(keys: BTreeMap<String, Given>, warnings: &mut Vec<Warning>, errors: &mut Vec<SettingsError>) {
+/// Sorts the keys that Cistern does not implement into errors and warnings. Returns those that only the config directory
+/// has and that Cilium does not know either, with a message about each; with `strict` they are errors.
+pub(super) fn judge(
+    keys: BTreeMap<String, Given>,
+    strict: bool,
+    warnings: &mut Vec<Warning>,
+    errors: &mut Vec<SettingsError>,
+) -> BTreeMap<String, String> {
+    let mut without_effect = BTreeMap::new();
     let mut parts: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for (key, given) in keys {
         if !is_known(&key) {
             let reason = unknown(&key);
-            errors.push(given.error(key, reason));
+            if strict || !matches!(given.source, Source::File(_)) {
+                errors.push(given.error(key, reason));
+            } else {
+                let message = format!("{key} ({}) has no effect: {reason}", given.source);
+                warnings.push(Warning { keys: vec![key.clone()], message: message.clone() });
+                without_effect.insert(key, message);
+            }
         } else if let Some((_, accepted, reason)) = refused(&key, &given.text) {
             let reason = format!("expected {}: {reason}", accepted.in_words());
             errors.push(given.error(key, reason));
@@ -290,6 +303,7 @@ pub(super) fn judge(keys: BTreeMap<String, Given>, warnings: &mut Vec<Warning>, 
         let message = format!("Cilium's keys for {part} have no effect: {}", keys.join(", "));
         warnings.push(Warning { keys, message });
     }
+    without_effect
 }
 
 fn refused(key: &str, value: &str) -> Option<&'static (&'static str, Accepted, &'static str)> {

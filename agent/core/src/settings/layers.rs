@@ -155,7 +155,7 @@ impl Settings {
     /// some itself (`CISTERN_SERVICE_HOST` for a Service of that name).
     ///
     /// # Errors
-    /// All keys that are unknown, have an invalid value, contradict another key, or request what Cistern does not
+    /// All keys that have an invalid value, are unknown flags (or, with `strict-config`, unknown at all), contradict another key, or request what Cistern does not
     /// implement.
     pub fn load(layers: &Layers, command: Command) -> Result<(Self, Vec<Warning>), SettingsErrors> {
         let mut warnings = Vec::new();
@@ -173,7 +173,7 @@ impl Settings {
                 Err(expected) => errors.push(given.error(key, format!("expected {expected}"))),
             }
         }
-        cilium::judge(foreign, &mut warnings, &mut errors);
+        settings.unknown = cilium::judge(foreign, settings.strict_config, &mut warnings, &mut errors);
         validate::validate(&mut settings, command, &mut warnings, &mut errors);
         if errors.is_empty() { Ok((settings, warnings)) } else { Err(SettingsErrors(errors)) }
     }
@@ -247,5 +247,6 @@ fn under_new_names(mut layer: BTreeMap<String, Given>, warnings: &mut Vec<Warnin
 
 /// All accepted names, to suggest one after a misspelling.
 pub(super) fn known_names() -> BTreeSet<&'static str> {
-    KEYS.iter().map(|key| key.name).chain(cilium::names()).collect()
+    let renamed = RENAMED.iter().map(|(old, _)| *old);
+    KEYS.iter().map(|key| key.name).chain(renamed).chain(cilium::names()).collect()
 }

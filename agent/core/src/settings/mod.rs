@@ -7,9 +7,10 @@
 //! ```
 //!
 //! Keys have the names and accept the values of Cilium's, so that an existing `cilium-config` can be mounted unchanged.
-//! A key that neither Cistern nor Cilium knows is rejected as a probable misspelling. A Cilium key that Cistern does
-//! not implement is logged once; it is rejected only if its value would change where traffic goes or how it is
-//! protected (`cilium`).
+//! A key that neither Cistern nor Cilium knows is probably misspelt: in the config directory it is reported and has no
+//! effect, because other components and installers add keys to the ConfigMap; as a flag, or with `strict-config`, it is
+//! rejected. A Cilium key that Cistern does not implement is logged once; it is rejected only if its value would change
+//! where traffic goes or how it is protected (`cilium`).
 //!
 //! One declaration per key ([`Settings`]) generates the field, its default, its documentation, its parser and its row
 //! in the settings table (`table`).
@@ -59,11 +60,13 @@ macro_rules! settings {
             $($(#[doc = $doc])+ #[doc = ""] #[doc = concat!("Key `", $key, "`.")] pub $field: $type,)+
             /// The source of each value that is not a default.
             sources: BTreeMap<&'static str, Source>,
+            /// Keys without effect, because neither Cistern nor Cilium knows them: key → message.
+            unknown: BTreeMap<String, String>,
         }
 
         impl Default for Settings {
             fn default() -> Self {
-                Self { $($field: $default,)+ sources: BTreeMap::new() }
+                Self { $($field: $default,)+ sources: BTreeMap::new(), unknown: BTreeMap::new() }
             }
         }
 
@@ -105,6 +108,9 @@ settings! {
     "node-name" node_name: String = String::new();
     /// Directory with one file per key; read once, at startup.
     "config-dir" config_dir: PathBuf = PathBuf::from("/etc/cistern/config");
+    /// Refuse to start if the config directory has a key that neither Cistern nor Cilium knows. With `false` such a key is
+    /// reported and has no effect.
+    "strict-config" strict_config: bool = false;
     /// Unix socket on which the agent serves `cistern` and `cistern-cni`.
     "socket-path" socket_path: PathBuf = PathBuf::from("/run/cistern/cistern.sock");
     /// Directory for state that survives a restart: pod leases, last inputs, last valid ip-masq-agent file.
@@ -241,6 +247,12 @@ impl Settings {
     #[must_use]
     pub fn source(&self, key: &str) -> Source {
         self.sources.get(key).cloned().unwrap_or(Source::Default)
+    }
+
+    /// The keys of the config directory that neither Cistern nor Cilium knows, with a message about each.
+    #[must_use]
+    pub fn unknown(&self) -> &BTreeMap<String, String> {
+        &self.unknown
     }
 
     /// Every key with its value and source.

@@ -91,9 +91,9 @@ fn foreign_environment_never_refuses() {
 
 #[test]
 fn all_errors_are_reported_at_once_with_key_value_source_and_expectation() {
-    let mut layers = directory(&[("mtu", "banana"), ("debugg", "true"), ("routing-mode", "tunnel")]);
+    let mut layers = directory(&[("mtu", "banana"), ("routing-mode", "tunnel")]);
     layers.environment = map(&[("CISTERN_IPAM", "azure")]);
-    layers.flags = map(&[("node-port-range", "40000,30000")]);
+    layers.flags = map(&[("debugg", "true"), ("node-port-range", "40000,30000")]);
     let errors = load(&layers).unwrap_err();
     let text = errors.to_string();
     assert_eq!(errors.0.len(), 5, "{text}");
@@ -101,7 +101,7 @@ fn all_errors_are_reported_at_once_with_key_value_source_and_expectation() {
     for part in [
         "5 settings are wrong; nothing was started or changed:",
         "mtu = \"banana\" (file /etc/cistern/config/mtu): expected a whole number",
-        "debugg = \"true\" (file /etc/cistern/config/debugg): neither Cistern nor Cilium knows this key; did you mean debug?",
+        "debugg = \"true\" (flag): neither Cistern nor Cilium knows this key; did you mean debug?",
         "routing-mode = \"tunnel\" (file /etc/cistern/config/routing-mode): expected `native`",
         "auto-direct-node-routes=true",
         "ipam = \"azure\" (environment variable CISTERN_IPAM): expected `cluster-pool`",
@@ -112,9 +112,32 @@ fn all_errors_are_reported_at_once_with_key_value_source_and_expectation() {
 }
 
 #[test]
-fn unknown_key_is_refused_without_a_far_fetched_suggestion() {
-    let text = refused(&[("frobnicate-the-widgets", "yes")]);
-    assert!(text.contains("neither Cistern nor Cilium knows this key") && !text.contains("did you mean"), "{text}");
+fn unknown_key_of_the_config_directory_has_no_effect_and_is_reported() {
+    let pairs = [("debugg", "true"), ("frobnicate-the-widgets", "yes"), ("mtu", "1400")];
+    let (settings, warnings) = load(&directory(&pairs)).unwrap();
+    assert_eq!((settings.debug, settings.mtu), (false, Some(1400)));
+    let unknown: Vec<_> = settings.unknown().iter().collect();
+    let [(first, misspelt), (second, foreign)] = unknown[..] else { panic!("{unknown:?}") };
+    assert_eq!((first.as_str(), second.as_str()), ("debugg", "frobnicate-the-widgets"));
+    assert!(
+        misspelt.contains("config/debugg) has no effect") && misspelt.ends_with("did you mean debug?"),
+        "{misspelt}"
+    );
+    assert!(foreign.contains("neither Cistern nor Cilium knows") && !foreign.contains("did you mean"), "{foreign}");
+    let warned: Vec<_> = warnings.iter().map(ToString::to_string).collect();
+    assert_eq!(warned, [misspelt.as_str(), foreign.as_str()]);
+}
+
+#[test]
+fn unknown_key_is_refused_as_a_flag_and_with_strict_config() {
+    let mut layers = directory(&[]);
+    layers.flags = map(&[("debugg", "true")]);
+    assert!(load(&layers).unwrap_err().to_string().contains("debugg = \"true\" (flag)"));
+    let text = refused(&[("debugg", "true"), ("strict-config", "true")]);
+    assert!(text.contains("(file /etc/cistern/config/debugg): neither Cistern nor Cilium knows this key"), "{text}");
+    let mut layers = directory(&[("debugg", "true")]);
+    layers.flags = map(&[("strict-config", "true")]);
+    assert!(load(&layers).is_err(), "strict, whichever layer says so");
 }
 
 #[test]
