@@ -26,6 +26,10 @@
 //! | [`Step::Merged`] | the predecessor's updates of flows since they were copied are merged | only times, states and counters are missing |
 //! | [`Step::MapsMoved`], [`Step::Moved`] | the successor's pins replace its predecessor's; `ROOT/takeover` is removed | pins are only names for programs and maps |
 //!
+//! Between [`Step::Narrowed`] and [`Step::Closed`], and for the successor until [`Step::Released`], half of the ports may be
+//! allocated. A flow that has to take another port than its own is tried 16 ports, so one of 65,536 flows that are opened in these
+//! milliseconds finds none: its first packet is dropped and counted (`no-port`), as on a node with half its ports in use.
+//!
 //! # A kill at any step
 //! The next start, of either build, finds:
 //! * `ROOT/next`: the takeover had not been committed. It is removed, and the predecessor allocates all ports again.
