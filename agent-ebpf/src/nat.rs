@@ -135,12 +135,19 @@ pub(crate) fn find(
     }
     let mut walk = PortWalk::new(range(settings, flow.protocol), flow_hash(settings.hash_key, flow));
     for attempt in 1..ports::TRIES {
-        let port = walk.next_port().to_be_bytes();
+        let walked = walk.next_port();
+        let port = walked.to_be_bytes();
         if tries.used[attempt] == 0 {
             continue;
         }
         if let Some(value) = owned(&flow.outside(external, port), flow) {
             return Some((port, value));
+        }
+        if tries.flipped != 0 {
+            let neighbour = (walked ^ 1).to_be_bytes();
+            if let Some(value) = owned(&flow.outside(external, neighbour), flow) {
+                return Some((neighbour, value));
+            }
         }
     }
     None
@@ -211,7 +218,7 @@ pub(crate) fn allocate(
     let value = RevValue::opened(flow, owner.kind, owner.generation, ifindex, now);
     let mut walk = PortWalk::new(range(settings, flow.protocol), 0);
     for attempt in 0..ports::TRIES {
-        let port = if attempt == 0 {
+        let tried = if attempt == 0 {
             u16::from_be_bytes(flow.source_port)
         } else {
             // Most flows keep their port, and need no hash.
@@ -220,13 +227,15 @@ pub(crate) fn allocate(
             }
             walk.next_port()
         };
+        let port = if attempt == 0 { tried } else { handover::fitted(settings.handover, tried) };
         if !is_allocatable(settings, flow.protocol, port) || !handover::allocates(settings.handover, port) {
             continue;
         }
+        let flipped = port != tried;
         let port = port.to_be_bytes();
         match claim(ctx, &flow.outside(external, port), flow, &value) {
             Claim::Owned => {
-                mark_try(attempt);
+                mark_try(attempt, flipped);
                 return Ok(port);
             }
             Claim::Taken => {}
@@ -236,9 +245,9 @@ pub(crate) fn allocate(
     Err(Refused::NoPort)
 }
 
-/// Records that this attempt allocated a port.
+/// Records that this attempt allocated a port, or its neighbour (`flipped`).
 #[inline(always)]
-fn mark_try(attempt: usize) {
+fn mark_try(attempt: usize, flipped: bool) {
     if let Some(tries) = TRIES.get_ptr_mut(0)
         && attempt < ports::TRIES
     {
@@ -249,6 +258,9 @@ fn mark_try(attempt: usize) {
                     (*tries).moved = 1;
                 }
                 (*tries).used[attempt] = 1;
+            }
+            if flipped {
+                (*tries).flipped = 1;
             }
         }
     }

@@ -159,7 +159,7 @@ fn layouts_are_those_of_user_space_and_every_byte_is_set() {
                 layout!(SettingsValue: hash_key, flags, window, policy_changed, epoch, port_first, port_last, handover, zero, room),
             ),
             (map::PORTS, "value", layout!(PortWord: reserved)),
-            (map::TRIES, "value", layout!(TriesValue: used, moved, spare)),
+            (map::TRIES, "value", layout!(TriesValue: used, moved, flipped, spare)),
             (map::EVENTS, "value", layout!(EventsValue: no_port, map_full, no_device_address, room)),
             (map::COUNTERS, "value", layout!(CounterValue: packets)),
         ] {

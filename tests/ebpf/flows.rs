@@ -2,13 +2,14 @@
 
 use crate::isolated::isolated;
 use crate::kernel::{Kernel, LOOPBACK};
-use aya::maps::{HashMap, MapData};
+use aya::maps::{Array, HashMap, MapData};
 use cistern::datapath::Collected;
 use cistern_core::masquerade::cases::{self, Machine, NODE, NODE_OTHER, POD_A, POD_B, WEB};
 use cistern_core::masquerade::decide::{Content, Direction, Packet, TcpFlags, Verdict};
 use cistern_core::masquerade::expire::{FlowOwner, FlowState, Protocol};
 use cistern_core::masquerade::plan::DeviceEntry;
-use cistern_ebpf_common::abi::{FlowKey, FwdValue, OWNER_POD, RevKey, RevValue};
+use cistern_ebpf_common::abi::{FlowKey, FwdValue, OWNER_POD, RevKey, RevValue, SettingsValue, UDP, handover};
+use cistern_ebpf_common::ports::{PortRange, PortWalk, TRIES, flow_hash};
 use std::net::{Ipv4Addr, SocketAddrV4};
 
 fn end(address: Ipv4Addr, port: u16) -> SocketAddrV4 {
@@ -39,6 +40,58 @@ fn collect(kernel: &Kernel, later: u32) -> Collected {
         if slice.complete {
             return total;
         }
+    }
+}
+
+/// Sends a packet of each flow from pod A, and returns the translated ports.
+fn ask(kernel: &mut Kernel, flows: &[(u16, u16)]) -> Vec<u16> {
+    let mut port = |(source, remote): &(u16, u16)| match kernel
+        .send(Direction::Egress, &packet(Content::Udp, (POD_A, *source), (WEB, *remote)))
+        .0
+    {
+        Verdict::Source(external) => external.port(),
+        other => panic!("{source} to {remote}: {other:?}"),
+    };
+    flows.iter().map(&mut port).collect()
+}
+
+/// A UDP flow of pod A all of whose tried ports have this parity, by its source port and its destination's.
+fn walks_over(parity: u16, settings: &SettingsValue) -> (u16, u16) {
+    let range = PortRange { first: settings.port_first, last: settings.port_last };
+    let all_have_it = |(source, remote): &(u16, u16)| {
+        let flow = FlowKey {
+            source: POD_A.octets(),
+            destination: WEB.octets(),
+            source_port: source.to_be_bytes(),
+            destination_port: remote.to_be_bytes(),
+            protocol: UDP,
+            zero: [0; 3],
+        };
+        let mut walk = PortWalk::new(range, flow_hash(settings.hash_key, &flow));
+        source % 2 == parity && (1..TRIES).all(|_| walk.next_port() % 2 == parity)
+    };
+    let flows = (1_u16..1_000).flat_map(|remote| (2_000..60_000).map(move |source| (source, remote)));
+    flows.into_iter().find(all_have_it).unwrap()
+}
+
+#[test]
+fn each_flow_finds_a_port_while_two_builds_share_them_and_is_found_under_it() {
+    for (role, parity) in [(handover::EVEN, 0), (handover::ODD, 1)] {
+        isolated(|bpffs| {
+            let mut kernel = Kernel::new(&bpffs.join("cistern"));
+            let mut slot: Array<MapData, SettingsValue> = kernel.map("cst_settings");
+            let settings = slot.get(&0, 0).unwrap();
+            slot.set(0, SettingsValue { handover: role, ..settings }, 0).unwrap();
+            let flows: Vec<(u16, u16)> =
+                (300..700).map(|source| (source, 53)).chain([walks_over(1 - parity, &settings)]).collect();
+            let ports = ask(&mut kernel, &flows);
+            assert!(ports.iter().all(|port| port % 2 == parity), "{ports:?}");
+            // Also when all ports may be allocated again, as by the programs that took over.
+            slot.set(0, settings, 0).unwrap();
+            kernel.lose_cache();
+            assert_eq!(ask(&mut kernel, &flows), ports);
+            assert_eq!(kernel.flows(), flows.len());
+        });
     }
 }
 

@@ -325,17 +325,25 @@ pub mod handover {
     /// successor.
     pub const CLOSED: u32 = 4;
 
-    /// Whether a port may be allocated by programs that allocate at all. Without a branch for each part, since the verifier follows
-    /// every one in every try of the port walk.
+    /// The port, or its neighbour of the other parity where only that may be allocated. So the walk tries as many ports during a
+    /// takeover as at other times. Without a branch for each part, since the verifier follows every one in every try.
+    #[inline(always)]
+    #[must_use]
+    pub const fn fitted(handover: u32, port: u16) -> u16 {
+        // EVEN and ODD alone have the second bit.
+        port ^ ((port as u32 ^ handover) & (handover >> 1 & 1)) as u16
+    }
+
+    /// Whether a port may be allocated by programs that allocate at all.
     #[inline(always)]
     #[must_use]
     pub const fn allocates(handover: u32, port: u16) -> bool {
-        // EVEN and ODD alone have the second bit.
-        (port as u32 ^ handover) & (handover >> 1 & 1) == 0
+        fitted(handover, port) == port
     }
 
     const _: () = {
         assert!(allocates(EVEN, 2) && !allocates(EVEN, 3) && allocates(ODD, 3) && !allocates(ODD, 2));
+        assert!(fitted(EVEN, 3) == 2 && fitted(ODD, 2) == 3);
         assert!(allocates(NONE, 2) && allocates(NONE, 3) && allocates(WAITING, 2) && allocates(WAITING, 3));
     };
 }
@@ -357,8 +365,10 @@ pub struct TriesValue {
     pub used: [u8; crate::ports::TRIES],
     /// 1 if any step but the first has allocated a port.
     pub moved: u8,
+    /// 1 if a step has allocated the neighbour of its port: see [`handover::fitted`].
+    pub flipped: u8,
     /// Room to grow; zero.
-    pub spare: [u8; 6],
+    pub spare: [u8; 5],
 }
 
 /// When each event was last logged, in seconds of the monotonic clock, to limit it to one per second.

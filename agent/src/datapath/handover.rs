@@ -26,9 +26,8 @@
 //! | [`Step::Merged`] | the predecessor's updates of flows since they were copied are merged | only times, states and counters are missing |
 //! | [`Step::MapsMoved`], [`Step::Moved`] | the successor's pins replace its predecessor's; `ROOT/takeover` is removed | pins are only names for programs and maps |
 //!
-//! Between [`Step::Narrowed`] and [`Step::Closed`], and for the successor until [`Step::Released`], half of the ports may be
-//! allocated. A flow that has to take another port than its own is tried 16 ports, so one of 65,536 flows that are opened in these
-//! milliseconds finds none: its first packet is dropped and counted (`no-port`), as on a node with half its ports in use.
+//! Where only ports of one parity may be allocated, the port walk tries the neighbours of the others, so it tries as many. The
+//! search of a flow knows of that (`flipped` of [`map::TRIES`]), and so does the successor, to which it is carried over.
 //!
 //! # A kill at any step
 //! The next start, of either build, finds:
