@@ -46,6 +46,8 @@ pub(super) struct Judge {
     addresses: BTreeMap<String, (String, String)>,
     /// Those whose DEL has started, by node and pod.
     ending: BTreeSet<(String, String)>,
+    /// Those of them whose DEL failed before the agent crashed.
+    unanswered: BTreeSet<(String, String)>,
 }
 
 /// Tolerance: changes are checked twice a second, and a deletion is noticed with a delay.
@@ -172,15 +174,21 @@ impl Judge {
         self.ending.insert((node.to_owned(), pod.to_owned()));
     }
 
+    /// The agent of this machine crashed.
+    pub(super) fn crashed(&mut self, node: &str) {
+        let is_unanswered = |pod: &&(String, String)| pod.0 == node && self.ending.contains(*pod);
+        self.unanswered.extend(self.addresses.values().filter(is_unanswered).cloned());
+    }
+
     /// A pod got an address.
     ///
     /// # Errors
-    /// Another pod has it, and no DEL of that pod has begun. A DEL removes the pod's device before it asks for the release; if
-    /// the disk refuses the quarantine and the agent crashes then, the address is free at once.
+    /// Another pod has it, and it is not one whose DEL failed before the agent crashed. A DEL removes the pod's device before it
+    /// asks for the release; if the disk refuses the quarantine and the agent crashes then, the address is free at once.
     pub(super) fn granted(&mut self, address: &str, node: &str, pod: &str) -> Result<(), String> {
         let pod = (node.to_owned(), pod.to_owned());
         match self.addresses.insert(address.to_owned(), pod.clone()) {
-            Some(other) if other != pod && !self.ending.contains(&other) => {
+            Some(other) if other != pod && !self.unanswered.contains(&other) => {
                 Err(format!("{address} of pod {} on {} is allocated to pod {} on {}", other.1, other.0, pod.1, pod.0))
             }
             _ => Ok(()),

@@ -191,6 +191,7 @@ impl Story {
             let crashed = self.nodes.iter().filter(|(name, node)| node.agent && self.world.has_crashed(name));
             for name in crashed.map(|(name, _)| name.clone()).collect::<Vec<_>>() {
                 self.say(&format!("    the agent of {name} has crashed"));
+                self.judge.crashed(&name);
                 self.kill_agent(&name).await?;
                 self.start_agent(&name).await?;
             }
