@@ -441,6 +441,14 @@ impl<O: Clone + PartialEq + fmt::Display + fmt::Debug> BlockSet<O> {
         Ok(())
     }
 
+    /// Releases a block without quarantine. No-op if the proof is stale.
+    pub fn free(&mut self, block: &Block<O>) {
+        // It ends at once.
+        if self.release(block, Timestamp::MIN, Timestamp::MIN).is_ok() {
+            self.intervals.remove(&net_bounds(&block.net).0);
+        }
+    }
+
     /// Restores a recorded quarantine, as after a restart. Returns false, and changes nothing, if the block is already
     /// held or quarantined, because the set is newer than the record.
     pub fn restore_quarantine(&mut self, entry: Quarantined<O>) -> bool {

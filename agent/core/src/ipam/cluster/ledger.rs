@@ -150,6 +150,19 @@ impl Ledger {
         }
     }
 
+    /// Takes a pod CIDR from a node without quarantine, for the node that serves it.
+    pub(super) fn give_up(&mut self, pool: &str, node: &str, net: IpNet) {
+        let Some(known) = self.nodes.get_mut(node) else { return };
+        let (given_up, kept) = std::mem::take(&mut known.held).into_iter().partition(|held| held.block.net == net);
+        known.held = kept;
+        let given_up: Vec<Held> = given_up;
+        if let Some(set) = self.set_mut(pool, Family::of_net(&net)) {
+            for Held { block, .. } in given_up {
+                set.free(&block);
+            }
+        }
+    }
+
     /// Whether [`Self::book`] would succeed.
     ///
     /// # Errors

@@ -41,8 +41,10 @@
 //! | refused | see above | nothing changes but its verdict; what it lists is avoided, and nothing is allocated to it |
 //! | gone | a record, and no object of that UID | `forget`: what it held is in quarantine |
 //!
-//! `reconcile_listed` settles two contests before a known node is judged:
+//! Three contests are settled before a node is judged, the first by `contested`, the others by `reconcile_listed`:
 //!
+//! * A node holds a pod CIDR that it does not list, and the agent of another node claims it (marked): the record is older than
+//!   the claim. As long as the cluster is not settled (see below) it is written to neither; then the claim has it.
 //! * Of several pod CIDRs of one family, those that the node does not list beside another one are released.
 //! * A node that lists a valid claim of its own (marked) and none of what is recorded for it has had the claim all along: its
 //!   record was written and never reached it. The record is released and the claim booked.

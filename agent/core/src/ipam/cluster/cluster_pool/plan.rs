@@ -1,6 +1,6 @@
 //! The plan of mode `cluster-pool`.
 
-use crate::ip::block::{BlockSet, Carving};
+use crate::ip::block::{BlockSet, Carving, ClaimError};
 use crate::ip::{Family, overlaps};
 use crate::ipam::cluster::ledger::{Held, Ledger};
 use crate::ipam::cluster::records::{FULL, room_of};
@@ -49,6 +49,12 @@ pub(super) fn plan_within(limit: usize, input: &Input, mut ledger: Ledger, now: 
     let mut nodes: Vec<&Node> = input.nodes.iter().collect();
     nodes.sort_by_key(|node| (ledger.is_refused(POOL, &node.uid), node.created, &node.uid, &node.name));
     ledger.retain(&nodes.iter().map(|node| (node.name.as_str(), node.uid.as_str())).collect(), now);
+    let mut contested = contested(&ledger, &nodes);
+    if input.settled {
+        for (holder, net) in std::mem::take(&mut contested) {
+            ledger.give_up(POOL, holder, net);
+        }
+    }
     let room = ledger.room(POOL);
     let mut this = Planning { ledger, room, limit };
 
@@ -79,6 +85,10 @@ pub(super) fn plan_within(limit: usize, input: &Input, mut ledger: Ledger, now: 
     let mut full = BTreeSet::new();
     for node in nodes.iter().filter(|node| !node.deleting && !is_refused(node)) {
         let had_any = former.contains(&node.name);
+        if let Some(net) = contested.get(node.name.as_str()) {
+            verdicts.insert(&node.name, verdicts::not_settled(Family::of_net(net)));
+            continue;
+        }
         if let Err(verdict) = this.complete(node, had_any, &avoid, input.settled, &mut full) {
             verdicts.insert(&node.name, verdict);
         }
@@ -97,7 +107,8 @@ pub(super) fn plan_within(limit: usize, input: &Input, mut ledger: Ledger, now: 
         let accepted = node.claim.is_some_and(|claim| {
             ledger.nodes.get(&node.name).is_some_and(|known| known.held.iter().any(|held| held.block.net == claim))
         });
-        if let Some(plan) = NodePlan::new(node, list_to_write(&ledger, node), verdict, accepted) {
+        let list = list_to_write(&ledger, node).filter(|_| !contested.contains_key(node.name.as_str()));
+        if let Some(plan) = NodePlan::new(node, list, verdict, accepted) {
             planned.insert(node.name.clone(), plan);
         }
     }
@@ -230,6 +241,39 @@ impl Planning {
         avoid.retain(|net, _| inside(net));
         avoid
     }
+}
+
+/// Pod CIDRs that one node holds and does not list, while the agent of another one claims them: by holder.
+///
+/// The record is older than the claim, as after a restore: the holder's agent would list what its pods have addresses of.
+fn contested<'a>(ledger: &Ledger, nodes: &[&'a Node]) -> BTreeMap<&'a str, IpNet> {
+    let mut found = BTreeMap::new();
+    for node in nodes.iter().filter(|node| !node.deleting) {
+        let (listed, unreadable) = parse(&node.pod_cidrs);
+        let Some(claim) = node.claim.filter(|claim| listed.contains(claim) && unreadable.is_none()) else { continue };
+        let holds = ledger.blocks(&node.name).unwrap_or_default();
+        if listed.iter().any(|net| holds.contains(net)) {
+            continue;
+        }
+        let owner = node.name.clone();
+        let Some(Err(ClaimError::Held { held, owner: holder, .. })) =
+            ledger.set(POOL, Family::of_net(&claim)).map(|set| set.check_claim(&[claim], &owner))
+        else {
+            continue;
+        };
+        let Some(holder) = nodes.iter().find(|node| node.name == holder && !node.deleting) else { continue };
+        let (theirs, unreadable) = parse(&holder.pod_cidrs);
+        if held != claim || unreadable.is_some() || theirs.contains(&held) {
+            continue;
+        }
+        // Nothing else may be wrong with the list: the holder gives up nothing for a claim that is refused all the same.
+        let mut given_up = ledger.clone();
+        given_up.give_up(POOL, &holder.name, held);
+        if given_up.check_claim(POOL, &node.name, &listed).is_ok() {
+            found.insert(holder.name.as_str(), held);
+        }
+    }
+    found
 }
 
 /// The verdict on a node whose pod CIDR belongs to the pool as it was configured before.

@@ -589,6 +589,42 @@ fn a_node_that_claims_its_block_and_never_saw_another_keeps_it() {
 }
 
 #[test]
+fn a_claim_beats_an_older_record_of_a_node_that_does_not_list_the_block() {
+    // A backup: its records give n3 a block that n2 was given since. n3 is a new machine and serves nothing.
+    let mut cluster =
+        Cluster::new(pool(&["10.33.0.0/24"], 26), vec![node("n2", 0, &[]), node("n3", 1, &["10.33.0.64/26"])]);
+    cluster.round();
+    let n2 = cluster.get_mut("n2");
+    (n2.pod_cidrs, n2.claim) = (vec!["10.33.0.64/26".into()], Some(net("10.33.0.64/26")));
+    cluster.records.blocks.remove("n2");
+    let n3 = cluster.get_mut("n3");
+    n3.uid = "uid-again".to_owned();
+    n3.pod_cidrs.clear();
+    cluster.new_leader();
+    let plan_unsettled = |cluster: &Cluster| {
+        let input = Input { nodes: cluster.nodes.clone(), synced: true, settled: false };
+        plan(&input, cluster.ledger.clone(), cluster.now)
+    };
+    // n3's agent may still list it, so nobody is told that it is theirs.
+    let mut listed_again = cluster.clone();
+    for cluster in [&mut cluster, &mut listed_again] {
+        cluster.apply(plan_unsettled(cluster));
+        assert_eq!(cluster.cidrs("n3"), Vec::<&str>::new());
+        assert_eq!(cluster.code("n3"), Some(Code::NotSettled));
+        assert_eq!(cluster.code("n2"), Some(Code::AlreadyAllocated));
+    }
+    cluster.round();
+    assert_eq!((cluster.cidrs("n2"), cluster.get("n2").error.as_str()), (vec!["10.33.0.64/26"], ""));
+    assert_eq!((cluster.get("n2").claim, cluster.cidrs("n3")), (None, vec!["10.33.0.0/26"]));
+    assert!(cluster.round().is_empty());
+
+    let n3 = listed_again.get_mut("n3");
+    (n3.pod_cidrs, n3.claim) = (vec!["10.33.0.64/26".into()], Some(net("10.33.0.64/26")));
+    listed_again.round();
+    assert_eq!((listed_again.code("n3"), listed_again.code("n2")), (None, Some(Code::AlreadyAllocated)));
+}
+
+#[test]
 fn of_two_blocks_of_a_family_the_one_no_longer_listed_is_quarantined() {
     let mut cluster = Cluster::new(
         pool(&["10.33.0.0/24"], 26),
