@@ -276,7 +276,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let write = events::run(client.clone(), reporter, notices.reader(), cilium_nodes.reader(), clock, token.clone());
     tasks.spawn_loop("write events", write);
     if settings.auto_create_cilium_node {
-        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), cilium_nodes.reader()));
+        let target = super::targets::target(OwnNode::new(client.clone(), name.clone(), Arc::clone(&cilium_nodes)));
         tasks.spawn_loop("write own CiliumNode", reconcile.run("own CiliumNode", target, own_node.reader()));
     }
     if settings.annotate_k8s_node {

@@ -4,14 +4,14 @@ use super::written::Written;
 use super::{AGENT, KubernetesError, write};
 use crate::reconciler::Operations;
 use crate::tables::rows::{CiliumNodeRow, NodeAddress, OwnCiliumNode};
-use crate::tables::{Reader, Watched};
+use crate::tables::{Table, Watched};
 use cistern_core::ipam::node::cluster_pool::{self, List};
 use cistern_crds::CiliumNode;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::{Api, Client};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -24,6 +24,7 @@ pub struct OwnNode {
     name: String,
     /// The CiliumNodes.
     seen: Watched<String, CiliumNodeRow>,
+    table: Arc<Table<String, CiliumNodeRow>>,
     past: Mutex<Past>,
 }
 
@@ -51,8 +52,18 @@ impl OwnNode {
     /// Writes the object `name`, as it is wanted. What is wanted of its list of pod CIDRs was planned from a version of the
     /// object, and is written over no other.
     #[must_use]
-    pub fn new(client: Client, name: String, seen: Reader<String, CiliumNodeRow>) -> Self {
-        Self { api: Api::all(client), name, seen: seen.into(), past: Mutex::default() }
+    pub fn new(client: Client, name: String, table: Arc<Table<String, CiliumNodeRow>>) -> Self {
+        Self { api: Api::all(client), name, seen: table.reader().into(), table, past: Mutex::default() }
+    }
+
+    /// The server has no object of which `version` was the last one seen. The watch may not say so for a while: it may have
+    /// broken, or the server may have been restored from a backup. What is to be created then is planned at once.
+    fn vanished(&self, name: &str, version: &str) {
+        self.table.modify(|rows| {
+            if rows.get(name).is_some_and(|row| row.resource_version == version) {
+                rows.remove(name);
+            }
+        });
     }
 
     fn past(&self) -> MutexGuard<'_, Past> {
@@ -153,7 +164,13 @@ impl Operations for OwnNode {
                 }
                 let patch = json!({"metadata": metadata, "spec": spec});
                 let params = PatchParams { field_manager: Some(AGENT.to_owned()), ..PatchParams::default() };
-                let patched = write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await?;
+                let patched = write("patch", KIND, name, self.api.patch(name, &params, &Patch::Merge(&patch))).await;
+                if let (Err(error), Some(row)) = (&patched, row)
+                    && error.is_not_found()
+                {
+                    self.vanished(name, &row.resource_version);
+                }
+                let patched = patched?;
                 if lists {
                     self.past().listed = Some(Instant::now());
                 }
