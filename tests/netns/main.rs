@@ -10,6 +10,7 @@
 mod agent;
 mod burst;
 mod chain;
+mod choice;
 mod cni;
 mod kill;
 mod lab;

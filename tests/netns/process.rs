@@ -82,10 +82,15 @@ impl Rig {
     }
 
     pub(crate) fn start_api(&mut self) {
+        // As kubelet creates it: without a Node there is no CiliumNode.
+        self.start_api_with("apiVersion: v1\nkind: Node\nmetadata:\n  name: node-a\n");
+    }
+
+    /// With these objects.
+    pub(crate) fn start_api_with(&mut self, objects: &str) {
         let mut command = self.node.command(program("cistern-apiserver"));
         command.args(["--listen", LISTEN, "--kubeconfig", KUBECONFIG, "--objects", NODE]);
-        // As kubelet creates it: without a Node there is no CiliumNode.
-        std::fs::write(self.node.file(NODE), "apiVersion: v1\nkind: Node\nmetadata:\n  name: node-a\n").unwrap();
+        std::fs::write(self.node.file(NODE), objects).unwrap();
         self.api = Some(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap());
         let written = self.node.file(KUBECONFIG);
         until("the kubeconfig", || written.exists());

@@ -307,7 +307,7 @@ impl AgentApi for Answers {
         &self,
         request: ExplainMasqueradeRequest,
     ) -> Result<ExplainMasqueradeResponse, Failure> {
-        self.node.explain_masquerade(&request)
+        self.node.explain_masquerade(&request).await
     }
 }
 

@@ -8,7 +8,7 @@ use super::targets::{Target, Targets};
 use crate::api::{http, server};
 use crate::blocking::{Blocking, Ports};
 use crate::clock::Clock;
-use crate::controllers::{condition, masquerade, node, notices as tell, peers, routes};
+use crate::controllers::{condition, masquerade, next_hops, node, notices as tell, peers, routes};
 use crate::files;
 use crate::kubernetes::cilium_node::OwnNode;
 use crate::kubernetes::client::Client;
@@ -189,6 +189,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let endpoints = Arc::new(Table::new("endpoints"));
     let own_node = Arc::new(Table::new("own-cilium-node"));
     let routes = Arc::new(Table::new("routes"));
+    let next_hops = Arc::new(Table::new("next-hops"));
     let ip_masq_file = Arc::new(Table::new("ip-masq-file"));
     let masquerade = masquerade::Tables::default();
 
@@ -235,11 +236,21 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             settings.auto_direct_node_routes,
             peers.reader(),
             pool.reader(),
-            network.reader(),
+            next_hops.reader(),
             Arc::clone(&routes),
             waits.clone(),
         )),
     );
+    if settings.auto_direct_node_routes {
+        let of = (name.clone(), peers.reader(), network.reader());
+        let publish = Arc::clone(&next_hops);
+        decide(
+            "next hops",
+            Box::pin(next_hops::run(of.0, of.1, of.2, Arc::clone(&targets.hops), publish, waits.clone())),
+        );
+    } else {
+        next_hops.mark_synced();
+    }
     decide(
         "masquerade",
         Box::pin(masquerade::run(
@@ -249,6 +260,8 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
                 reserved_ports: agent.reserved_ports,
                 last_good: remembered::last_good(&agent.state, &findings),
                 peers: peers.reader(),
+                nodes: nodes.reader(),
+                known_devices: targets.datapath.as_ref().map(|of| of.known_devices.clone()).unwrap_or_default(),
                 network: network.reader(),
                 file: settings.enable_ip_masq_agent.then(|| ip_masq_file.reader()),
             },
@@ -376,6 +389,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             endpoints: endpoints.reader(),
             devices: masquerade.devices.reader(),
             datapath: masquerade.settings.reader(),
+            hops: targets.hops,
             maps: agent.maps,
         },
     });

@@ -5,12 +5,15 @@ use super::targets::{DatapathTargets, Targets, blocking_target};
 use crate::blocking::Blocking;
 use crate::datapath::{Capacities, Collector, Datapath, Events, Pins, View};
 use crate::netlink::targets::{RouterAddress, Routes};
-use crate::netlink::{Handle, link, monitor};
+use crate::netlink::{Handle, NetlinkError, link, monitor};
+use crate::reconciler::BlockingOperations as _;
 use crate::tables::findings::{Findings, Found};
-use crate::tables::rows::NetworkRow;
+use crate::tables::rows::{Hop, NetworkRow};
 use anyhow::Context;
 use cistern_core::settings::Settings;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
@@ -27,9 +30,17 @@ pub fn open(settings: &Settings, findings: &Findings, port: &Blocking) -> anyhow
         remove_datapath(settings)?;
         (None, None)
     };
-    let reading = port.clone();
+    let (reading, asking) = (port.clone(), port.clone());
     let targets = Targets {
         network: Box::new(|table, cancel| Box::pin(async move { Ok(monitor::follow(table, reading, cancel).await?) })),
+        hops: Arc::new(move |destinations| {
+            let port = asking.clone();
+            Box::pin(async move {
+                let looked_up =
+                    port.run(move || Handle::open().and_then(|mut handle| hops(&mut handle, &destinations)));
+                Ok(looked_up.await?)
+            })
+        }),
         routes: blocking_target(Routes::open()?, port),
         router: blocking_target(RouterAddress::open()?, port),
         datapath,
@@ -89,6 +100,7 @@ fn open_datapath(
         endpoints: blocking_target(datapath.endpoints()?, port),
         known_endpoints: datapath.endpoints()?.rows()?,
         devices: blocking_target(datapath.devices()?, port),
+        known_devices: datapath.devices()?.observe()?,
         settings: blocking_target(datapath.settings(rand::random())?, port),
         attachments: blocking_target(datapath.attachments()?, port),
         background: Box::new(move |cancel| Box::pin(background(events, collector, collecting, cancel))),
@@ -138,7 +150,7 @@ fn rows(view: &View, name: &str) -> anyhow::Result<Value> {
             })
             .collect(),
         "snat" => {
-            let mut names = std::collections::BTreeMap::new();
+            let mut names = BTreeMap::new();
             view.flows()?
                 .iter()
                 .map(|flow| {
@@ -164,6 +176,17 @@ fn rows(view: &View, name: &str) -> anyhow::Result<Value> {
         other => anyhow::bail!("map {other:?}: expected ipmasq, snat, endpoint or counters"),
     };
     Ok(Value::Array(rows))
+}
+
+/// The kernel's routes to these destinations; those without one are left out.
+fn hops(handle: &mut Handle, destinations: &[Ipv4Addr]) -> Result<BTreeMap<Ipv4Addr, Hop>, NetlinkError> {
+    let mut found = BTreeMap::new();
+    for destination in destinations {
+        if let Some(hop) = handle.hop(*destination, None)? {
+            found.insert(*destination, hop);
+        }
+    }
+    Ok(found)
 }
 
 /// The current devices and routes of this node.

@@ -6,15 +6,14 @@ use crate::api::types::{
     FindingReport, Health, LeaderReport, MasqueradeReport, NodeReply, NodeReport, OwnNodeReply, ReconcilerReport,
     RowReport, Status, WaitReport,
 };
+use crate::controllers::next_hops::Hops;
 use crate::controllers::notices::SETTINGS;
 use crate::kubernetes::election::LeaderRow;
 use crate::leases::{self, View};
 use crate::reconciler::{Handle, NotRealised, TargetStatus};
 use crate::tables::Reader;
 use crate::tables::findings::{FindingKey, FindingRow};
-use crate::tables::rows::{
-    CiliumNodeRow, LinkRow, MasqueradeRow, NetworkRow, NodeCondition, PeerRow, PoolRow, RouteRow, Wait,
-};
+use crate::tables::rows::{CiliumNodeRow, LinkRow, MasqueradeRow, NetworkRow, NodeCondition, PeerRow, PoolRow, Wait};
 use cistern_core::cni::refusal::Refusal;
 use cistern_core::ipam::explain::{self, NodeFacts};
 use cistern_core::ipam::supply::PoolUsage;
@@ -44,7 +43,7 @@ pub struct NodeStatus {
     pub node: String,
     /// IPAM mode.
     pub ipam_mode: String,
-    /// `mtu`; `None` for that of the device with the default route.
+    /// `mtu`; `None` for that of the route that leaves the node.
     pub mtu: Option<u32>,
     /// `ipv4-native-routing-cidr`
     pub native_routing_cidr: Option<Ipv4Net>,
@@ -82,6 +81,8 @@ pub struct NodeStatus {
     pub devices: Reader<u32, DeviceEntry>,
     /// Node-wide settings of the datapath.
     pub datapath: Reader<(), DatapathSettings>,
+    /// Asks the kernel for routes.
+    pub hops: Hops,
     /// Rows of the kernel maps; `None` if this node does not masquerade.
     pub maps: Option<MapRows>,
 }
@@ -129,7 +130,7 @@ impl NodeStatus {
         self.pool.peek().rows.get(&()).map(|row| row.pod_cidr)
     }
 
-    /// MTU of pod interfaces: as configured, else that of the device with the default route.
+    /// MTU of pod interfaces: as configured, else that of the kernel's route to the outside, else of an egress device.
     #[must_use]
     pub fn pod_mtu(&self) -> u32 {
         self.mtu.unwrap_or_else(|| {
@@ -137,10 +138,7 @@ impl NodeStatus {
             network
                 .rows
                 .get(&())
-                .and_then(|row| {
-                    let default = row.routes.iter().find(|route| route.destination.prefix_len() == 0)?;
-                    Some(row.links.get(&default.ifindex?)?.mtu)
-                })
+                .and_then(|row| row.mtu(row.outside.as_ref()?))
                 .or_else(|| {
                     let masquerade = self.masquerade.peek();
                     let ifindex = *masquerade.rows.get(&())?.devices.keys().next()?;
@@ -379,11 +377,12 @@ impl NodeStatus {
     ///
     /// # Errors
     /// This node does not masquerade, or the packet is invalid.
-    pub fn explain_masquerade(&self, request: &ExplainMasqueradeRequest) -> Result<ExplainMasqueradeResponse, Failure> {
-        let datapath = self.datapath.peek();
-        let (Some(settings), Some(_)) = (datapath.rows.get(&()), &self.maps) else {
-            return Err(no_datapath());
-        };
+    pub async fn explain_masquerade(
+        &self,
+        request: &ExplainMasqueradeRequest,
+    ) -> Result<ExplainMasqueradeResponse, Failure> {
+        let settings = self.datapath.peek().rows.get(&()).cloned().filter(|_| self.maps.is_some());
+        let settings = settings.ok_or_else(no_datapath)?;
         let content = match request.protocol.as_str() {
             "tcp" => Content::Tcp(TcpFlags::SYN),
             "udp" => Content::Udp,
@@ -393,15 +392,17 @@ impl NodeStatus {
                 return Err(Failure::new(Refusal::BadRequest, message));
             }
         };
+        let hops = (self.hops)(vec![request.to]).await.map_err(|error| {
+            Failure::new(Refusal::Refused, format!("the kernel does not say where it sends packets: {error:#}"))
+        })?;
         let network = self.network.peek().rows.get(&()).cloned().unwrap_or_default();
         let link = |row: LinkRow| why::Link { name: row.name, addresses: row.addresses };
-        let route = |row: &RouteRow| why::Route { destination: row.destination, ifindex: row.ifindex };
         let facts = why::Facts {
-            settings: settings.clone(),
+            settings,
             endpoints: self.endpoints.peek().rows.to_map(),
             excluded: self.excluded.peek().rows.to_map(),
             devices: self.devices.peek().rows.to_map(),
-            routes: network.routes.iter().map(route).collect(),
+            leaves_by: hops.get(&request.to).map(|hop| hop.ifindex),
             links: network.links.into_iter().map(|(ifindex, row)| (ifindex, link(row))).collect(),
         };
         let ExplainMasqueradeRequest { from, from_port, to, to_port, .. } = *request;

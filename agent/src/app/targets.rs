@@ -1,6 +1,7 @@
 //! Targets of the agent, as values: the kernel in production, memory in script tests.
 
 use crate::blocking::Blocking;
+use crate::controllers::next_hops::Hops;
 use crate::reconciler::{self, BlockingOperations, Offloaded, Operations, Reconcile};
 use crate::tables::Table;
 use crate::tables::rows::{NetworkRow, RouteTarget};
@@ -33,6 +34,8 @@ pub type NetworkSource =
 pub struct Targets {
     /// Devices, addresses and routes of this node.
     pub network: NetworkSource,
+    /// Asks the kernel for routes.
+    pub hops: Hops,
     /// Routes of the main table.
     pub routes: Target<Ipv4Net, RouteTarget>,
     /// The router address on the loopback device.
@@ -51,6 +54,8 @@ pub struct DatapathTargets {
     pub known_endpoints: BTreeMap<Ipv4Addr, EndpointEntry>,
     /// Egress devices and their addresses.
     pub devices: Target<u32, DeviceEntry>,
+    /// The egress devices that the map had at the start.
+    pub known_devices: BTreeMap<u32, DeviceEntry>,
     /// Node-wide settings.
     pub settings: Target<(), DatapathSettings>,
     /// Devices with attached programs, by index.

@@ -1,6 +1,6 @@
 //! Treatment of pod traffic that leaves the cluster: devices, excluded destinations, settings of the datapath.
 
-use crate::tables::rows::{ChosenDevice, FileContent, MasqueradeRow, NetworkRow, PeerRow};
+use crate::tables::rows::{ChosenDevice, FileContent, MasqueradeRow, NetworkRow, NodeRow, PeerRow};
 use crate::tables::{Reader, Rows, Table};
 use cistern_core::masquerade::ip_masq::{self, ConfigFile, Found, ListSource, Outcome};
 use cistern_core::masquerade::plan::{
@@ -10,7 +10,7 @@ use cistern_core::masquerade::plan::{
 use cistern_core::settings::Settings;
 use ipnet::{IpNet, Ipv4Net};
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
 /// Inputs and configuration.
@@ -25,6 +25,10 @@ pub struct Inputs {
     pub last_good: Option<ConfigFile>,
     /// Every node of the cluster.
     pub peers: Reader<String, PeerRow>,
+    /// The Node of this node.
+    pub nodes: Reader<String, NodeRow>,
+    /// The egress devices of an earlier agent, as in the kernel.
+    pub known_devices: BTreeMap<u32, DeviceEntry>,
     /// Devices and routes of this node.
     pub network: Reader<(), NetworkRow>,
     /// The ip-masq-agent file; `None` if it is not enabled.
@@ -65,6 +69,8 @@ impl Default for Tables {
 /// destinations wait for the nodes of the cluster, because they include their pod CIDRs.
 pub async fn run(mut inputs: Inputs, tables: Tables) {
     tables.settings.publish(BTreeMap::from([((), datapath_settings(&inputs.settings, &inputs.reserved_ports))]));
+    let mut in_use: BTreeMap<u32, Ipv4Addr> =
+        inputs.known_devices.iter().filter_map(|(index, device)| Some((*index, device.address?))).collect();
     let mut last_good = inputs.last_good.take();
     let mut logged = None;
     let mut decided: Option<(Option<FileContent>, Outcome)> = None;
@@ -88,7 +94,15 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
 
         let peers = inputs.peers.snapshot();
         let touched = cluster.follow(&inputs.node, !inputs.settings.enable_remote_node_masquerade, &peers.rows);
-        let selection = select_devices(&facts(&network), &inputs.settings.devices, &cluster.pod_cidrs.named);
+        let node = inputs.nodes.snapshot();
+        // A device that is down keeps its address.
+        in_use.retain(|ifindex, _| network.links.contains_key(ifindex));
+        let facts = DeviceFacts {
+            of_node: addresses_of_node(node.rows.get(&inputs.node), peers.rows.get(&inputs.node)),
+            in_use: in_use.clone(),
+            ..facts(&network)
+        };
+        let selection = select_devices(&facts, &inputs.settings.devices, &cluster.pod_cidrs.named);
         let fallback = derived_address(&inputs.settings, &network);
         let mut devices = BTreeMap::new();
         let mut report = MasqueradeRow {
@@ -109,6 +123,7 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
         };
         for (ifindex, device) in &selection.selected {
             let address = fallback.clone().ok().flatten().or(device.address);
+            in_use.extend(address.map(|address| (*ifindex, address)));
             devices.insert(*ifindex, DeviceEntry { address });
             report
                 .devices
@@ -156,6 +171,7 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
             biased;
             () = inputs.peers.changed() => {}
             () = inputs.network.changed() => {}
+            () = inputs.nodes.changed() => {}
             () = file_changed => {}
         }
     }
@@ -367,11 +383,25 @@ fn facts(network: &NetworkRow) -> DeviceFacts {
                     destination: route.destination,
                     index: route.ifindex?,
                     gateway: route.gateway.is_some(),
-                    preferred_source: route.source,
                 })
             })
             .collect(),
+        chosen_by_kernel: network.sources.clone(),
+        of_node: Vec::new(),
+        in_use: BTreeMap::new(),
     }
+}
+
+/// Each `InternalIP` of the Node, then each `ExternalIP`; those last known while the API server has not answered.
+fn addresses_of_node(node: Option<&NodeRow>, known: Option<&PeerRow>) -> Vec<Ipv4Addr> {
+    let Some(node) = node else { return known.map(|peer| peer.internal_ips.clone()).unwrap_or_default() };
+    let of_kind = |kind: &'static str| {
+        node.addresses.iter().filter(move |address| address.kind == kind).filter_map(|address| match address.ip {
+            IpAddr::V4(ip) => Some(ip),
+            IpAddr::V6(_) => None,
+        })
+    };
+    of_kind("InternalIP").chain(of_kind("ExternalIP")).collect()
 }
 
 fn datapath_settings(settings: &Settings, reserved: &[(u16, u16)]) -> DatapathSettings {

@@ -4,6 +4,7 @@
 pub mod condition;
 pub mod ipam_cluster;
 pub mod masquerade;
+pub mod next_hops;
 pub mod node;
 pub mod notices;
 pub mod orphans;

@@ -1,6 +1,6 @@
 //! Desired content of this node's own CiliumNode.
 
-use crate::tables::rows::{NetworkRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow};
+use crate::tables::rows::{LinkRow, NetworkRow, NodeAddress, NodeRow, OwnCiliumNode, PoolRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::node::{CiliumNodeIntent, kubernetes};
 use std::collections::BTreeMap;
@@ -78,7 +78,7 @@ pub async fn annotate(
     }
 }
 
-/// Addresses are those of the Node. Before kubelet has written any, the address of the device with the default route is
+/// Addresses are those of the Node. Before kubelet has written any, the source of packets that leave the node is
 /// used, so that the first node of a cluster does not block the others.
 fn plan(
     name: &str,
@@ -99,25 +99,21 @@ fn plan(
     OwnCiliumNode { addresses, owner: Some((name.to_owned(), node.uid.clone())), intent: intent.cloned() }
 }
 
-/// The first IPv4 address of the device with the default route, else of the first device with one.
+/// The source address of packets that leave the node, else the first IPv4 address of a device.
 fn default_address(network: &NetworkRow) -> Option<Ipv4Addr> {
-    let by_route =
-        network.routes.iter().find(|route| route.destination.prefix_len() == 0).and_then(|route| route.ifindex);
-    let address = |ifindex: &u32| {
-        network.links.get(ifindex).filter(|link| !link.loopback).and_then(|link| {
-            link.addresses.iter().find_map(|net| match net {
-                ipnet::IpNet::V4(net) => Some(net.addr()),
-                ipnet::IpNet::V6(_) => None,
-            })
+    let address = |link: &LinkRow| {
+        link.addresses.iter().filter(|_| !link.loopback).find_map(|net| match net {
+            ipnet::IpNet::V4(net) => Some(net.addr()),
+            ipnet::IpNet::V6(_) => None,
         })
     };
-    by_route.as_ref().and_then(address).or_else(|| network.links.keys().find_map(address))
+    network.outside.and_then(|hop| hop.source).or_else(|| network.links.values().find_map(address))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tables::rows::{LinkRow, RouteRow};
+    use crate::tables::rows::Hop;
     use std::collections::BTreeMap;
 
     fn link(name: &str, address: &str) -> LinkRow {
@@ -137,12 +133,13 @@ mod tests {
     fn the_nodes_own_addresses_win_over_the_default_route() {
         let network = NetworkRow {
             links: BTreeMap::from([(2, link("mgmt", "192.0.2.9/24")), (3, link("eth0", "172.29.8.20/24"))]),
-            routes: vec![RouteRow {
-                destination: "0.0.0.0/0".parse().unwrap(),
-                ifindex: Some(3),
+            outside: Some(Hop {
+                ifindex: 3,
                 gateway: Some("172.29.8.1".parse().unwrap()),
-                source: None,
-            }],
+                source: Some("172.29.8.20".parse().unwrap()),
+                mtu: None,
+            }),
+            ..NetworkRow::default()
         };
         let kubelet = NodeRow {
             uid: "u1".into(),

@@ -1,10 +1,9 @@
 //! Routes of this node: to pods of other nodes, and an unreachable route for unallocated addresses.
 
-use crate::tables::rows::{LinkRow, NetworkRow, PeerRow, PoolRow, RouteTarget};
-use crate::tables::{Change, Reader, Rows, Table, Waits};
+use crate::tables::rows::{NextHop, PeerRow, PoolRow, RouteTarget};
+use crate::tables::{Reader, Rows, Table, Waits};
 use ipnet::Ipv4Net;
-use std::collections::BTreeMap;
-use std::net::Ipv4Addr;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// What a route depends on beside the nodes.
@@ -16,8 +15,22 @@ struct Surroundings {
     direct: bool,
     /// The pod CIDR that this node serves.
     own: Option<Ipv4Net>,
-    /// Devices of this node, by index. Its routes do not matter: most of them are those published here.
-    links: BTreeMap<u32, LinkRow>,
+}
+
+/// The nodes, and how this node reaches them.
+#[derive(Debug, Clone, PartialEq, Default)]
+struct Others {
+    peers: Rows<String, PeerRow>,
+    next_hops: Rows<String, NextHop>,
+}
+
+impl Others {
+    /// The names of the nodes that differ.
+    fn changed_from(&self, before: &Self) -> BTreeSet<String> {
+        let peers = self.peers.changes_from(&before.peers).map(|change| change.key.clone());
+        let next_hops = self.next_hops.changes_from(&before.next_hops).map(|change| change.key.clone());
+        peers.chain(next_hops).collect()
+    }
 }
 
 /// The routes that follow from the nodes, kept so that a change of one node costs that node's routes.
@@ -30,30 +43,35 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(around: &Surroundings, peers: &Rows<String, PeerRow>) -> Self {
+    fn new(around: &Surroundings, others: &Others) -> Self {
         let mut plan = Self::default();
-        for (name, peer) in peers.iter() {
-            plan.add(around, name, peer);
+        for (name, peer) in others.peers.iter() {
+            plan.add(around, name, peer, others.next_hops.get(name));
         }
         plan
     }
 
-    fn add(&mut self, around: &Surroundings, name: &str, peer: &PeerRow) {
+    fn add(&mut self, around: &Surroundings, name: &str, peer: &PeerRow, next_hop: Option<&NextHop>) {
         if !around.direct || name == around.node || peer.pod_cidrs.is_empty() {
             return;
         }
-        let Some((gateway, ifindex)) = neighbour(&around.links, &peer.internal_ips) else {
-            let reason = format!(
-                "auto-direct-node-routes: none of its InternalIP addresses {:?} is on a network of this node; {:?} is only \
-                 reachable by routes of the network",
-                peer.internal_ips, peer.pod_cidrs
-            );
-            self.unreachable.insert(name.to_owned(), reason);
-            return;
-        };
-        for pod_cidr in &peer.pod_cidrs {
-            let via = RouteTarget::Via { gateway, ifindex };
-            self.candidates.entry(*pod_cidr).or_default().insert(name.to_owned(), via);
+        match next_hop {
+            // The kernel has not been asked yet.
+            None => {}
+            Some(NextHop::None(why)) => {
+                let reason = format!(
+                    "auto-direct-node-routes: {why}, so it is on no network of this node; {:?} is only reachable by routes of \
+                     the network",
+                    peer.pod_cidrs
+                );
+                self.unreachable.insert(name.to_owned(), reason);
+            }
+            Some(NextHop::Direct { address, ifindex }) => {
+                for pod_cidr in &peer.pod_cidrs {
+                    let via = RouteTarget::Via { gateway: *address, ifindex: *ifindex };
+                    self.candidates.entry(*pod_cidr).or_default().insert(name.to_owned(), via);
+                }
+            }
         }
     }
 
@@ -84,20 +102,15 @@ impl Plan {
     }
 
     /// Follows the nodes that changed. Returns the destinations whose route may have.
-    fn follow(
-        &mut self,
-        around: &Surroundings,
-        before: &Rows<String, PeerRow>,
-        now: &Rows<String, PeerRow>,
-    ) -> Vec<Ipv4Net> {
+    fn follow(&mut self, around: &Surroundings, before: &Others, now: &Others) -> Vec<Ipv4Net> {
         let mut touched = Vec::new();
-        for Change { key, before, after } in now.changes_from(before) {
-            if let Some(peer) = before {
-                self.remove(key, peer);
+        for name in now.changed_from(before) {
+            if let Some(peer) = before.peers.get(&name) {
+                self.remove(&name, peer);
                 touched.extend(&peer.pod_cidrs);
             }
-            if let Some(peer) = after {
-                self.add(around, key, peer);
+            if let Some(peer) = now.peers.get(&name) {
+                self.add(around, &name, peer, now.next_hops.get(&name));
                 touched.extend(&peer.pod_cidrs);
             }
         }
@@ -111,32 +124,28 @@ pub async fn run(
     direct: bool,
     mut peers: Reader<String, PeerRow>,
     mut pool: Reader<(), PoolRow>,
-    mut network: Reader<(), NetworkRow>,
+    mut next_hops: Reader<String, NextHop>,
     routes: Arc<Table<Ipv4Net, RouteTarget>>,
     waits: Waits,
 ) {
     let mut waiting: BTreeMap<String, String> = BTreeMap::new();
-    let mut planned: Option<(Surroundings, Rows<String, PeerRow>, Plan)> = None;
+    let mut planned: Option<(Surroundings, Others, Plan)> = None;
     loop {
-        let peers_now = peers.synced().await;
-        let network_now = network.synced().await;
+        let others =
+            Others { peers: peers.synced().await.rows.clone(), next_hops: next_hops.synced().await.rows.clone() };
         let pool_now = pool.snapshot();
         // Without the pod CIDR, which may only not be known yet, routes would be removed that pods need.
-        if let Some(network_row) = network_now.rows.get(&()).filter(|_| pool_now.synced) {
-            let around = Surroundings {
-                node: node.clone(),
-                direct,
-                own: pool_now.rows.get(&()).map(|pool| pool.pod_cidr),
-                links: network_row.links.clone(),
-            };
+        if pool_now.synced {
+            let own = pool_now.rows.get(&()).map(|pool| pool.pod_cidr);
+            let around = Surroundings { node: node.clone(), direct, own };
             let plan = match planned.take() {
                 Some((then, before, mut plan)) if then == around => {
-                    let touched = plan.follow(&around, &before, &peers_now.rows);
+                    let touched = plan.follow(&around, &before, &others);
                     routes.modify(|rows| update(rows, &touched, |destination| plan.target(&around, destination)));
                     plan
                 }
                 _ => {
-                    let plan = Plan::new(&around, &peers_now.rows);
+                    let plan = Plan::new(&around, &others);
                     routes.publish(plan.routes(&around));
                     plan
                 }
@@ -150,13 +159,13 @@ pub async fn run(
                 }
                 waiting.clone_from(&plan.unreachable);
             }
-            planned = Some((around, peers_now.rows.clone(), plan));
+            planned = Some((around, others, plan));
         }
         tokio::select! {
             biased;
             () = peers.changed() => {}
             () = pool.changed() => {}
-            () = network.changed() => {}
+            () = next_hops.changed() => {}
         }
     }
 }
@@ -177,35 +186,9 @@ fn wait_name(node: &str) -> String {
     format!("route to node {node}")
 }
 
-/// The first of `addresses` that is directly connected to a device of this node.
-fn neighbour(links: &BTreeMap<u32, LinkRow>, addresses: &[Ipv4Addr]) -> Option<(Ipv4Addr, u32)> {
-    addresses.iter().find_map(|address| {
-        links.iter().filter(|(_, link)| link.up && !link.loopback).find_map(|(ifindex, link)| {
-            link.addresses.iter().find_map(|net| match net {
-                ipnet::IpNet::V4(net) if net.prefix_len() < 32 && net.contains(address) => Some((*address, *ifindex)),
-                _ => None,
-            })
-        })
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn links() -> BTreeMap<u32, LinkRow> {
-        let link = LinkRow {
-            name: "eth0".into(),
-            up: true,
-            loopback: false,
-            kind: String::new(),
-            master: None,
-            mtu: 1500,
-            mac: vec![2, 0, 0, 0, 0, 1],
-            addresses: vec!["172.29.8.20/24".parse().unwrap()],
-        };
-        BTreeMap::from([(2, link)])
-    }
 
     fn peer(ip: &str, cidr: &str) -> PeerRow {
         PeerRow { internal_ips: vec![ip.parse().unwrap()], router: None, pod_cidrs: vec![cidr.parse().unwrap()] }
@@ -213,17 +196,28 @@ mod tests {
 
     fn around(direct: bool) -> Surroundings {
         let own = Some("10.244.1.0/24".parse().unwrap());
-        Surroundings { node: "n1".to_owned(), direct, own, links: links() }
+        Surroundings { node: "n1".to_owned(), direct, own }
+    }
+
+    /// Nodes in 172.29.8.0/24 are on a network of this node.
+    fn others(peers: impl IntoIterator<Item = (&'static str, PeerRow)>) -> Others {
+        let peers: Rows<String, PeerRow> = peers.into_iter().map(|(name, peer)| (name.to_owned(), peer)).collect();
+        let next_hop = |peer: &PeerRow| match peer.internal_ips[0] {
+            address if address.octets()[0] == 172 => NextHop::Direct { address, ifindex: 2 },
+            address => NextHop::None(format!("{address} is reached via 172.29.8.1")),
+        };
+        let next_hops = peers.iter().map(|(name, peer)| (name.clone(), next_hop(peer))).collect();
+        Others { peers, next_hops }
     }
 
     #[test]
     fn neighbours_get_a_route_and_distant_nodes_a_reason() {
-        let peers = Rows::from([
-            ("n1".to_owned(), peer("172.29.8.20", "10.244.1.0/24")),
-            ("n2".to_owned(), peer("172.29.8.21", "10.244.2.0/24")),
-            ("n3".to_owned(), peer("198.51.100.3", "10.244.3.0/24")),
+        let others = others([
+            ("n1", peer("172.29.8.20", "10.244.1.0/24")),
+            ("n2", peer("172.29.8.21", "10.244.2.0/24")),
+            ("n3", peer("198.51.100.3", "10.244.3.0/24")),
         ]);
-        let planned = Plan::new(&around(true), &peers);
+        let planned = Plan::new(&around(true), &others);
         assert_eq!(
             planned.routes(&around(true)),
             BTreeMap::from([
@@ -235,15 +229,27 @@ mod tests {
             ])
         );
         assert!(planned.unreachable["n3"].contains("198.51.100.3"));
-        assert_eq!(Plan::new(&around(false), &peers).routes(&around(false)).len(), 1);
+        assert_eq!(Plan::new(&around(false), &others).routes(&around(false)).len(), 1);
     }
 
     #[test]
     fn a_node_that_claims_this_nodes_block_does_not_get_its_traffic() {
-        let peers = Rows::from([("n2".to_owned(), peer("172.29.8.21", "10.244.1.0/24"))]);
-        let planned = Plan::new(&around(true), &peers);
+        let planned = Plan::new(&around(true), &others([("n2", peer("172.29.8.21", "10.244.1.0/24"))]));
         let routes = planned.routes(&around(true));
         assert_eq!(routes["10.244.1.0/24".parse::<Ipv4Net>().as_ref().unwrap()], RouteTarget::Unreachable);
+    }
+
+    #[test]
+    fn a_route_follows_the_kernels_choice_of_the_device() {
+        let before = others([("n2", peer("172.29.8.21", "10.244.2.0/24"))]);
+        let mut plan = Plan::new(&around(true), &before);
+        let mut now = before.clone();
+        let address = "172.29.8.21".parse().unwrap();
+        now.next_hops.insert("n2".to_owned(), NextHop::Direct { address, ifindex: 3 });
+        let destination = "10.244.2.0/24".parse().unwrap();
+        assert_eq!(plan.follow(&around(true), &before, &now), [destination, destination]);
+        let via = RouteTarget::Via { gateway: address, ifindex: 3 };
+        assert_eq!(plan.target(&around(true), destination), Some(via));
     }
 
     #[test]
@@ -259,21 +265,20 @@ mod tests {
             ("n3", None),
         ];
         let around = around(true);
-        let (mut peers, mut plan) = (Rows::new(), Plan::default());
+        let (mut peers, mut before, mut plan) = (BTreeMap::new(), Others::default(), Plan::default());
         let mut routes: Rows<Ipv4Net, RouteTarget> =
             Rows::from([("10.244.1.0/24".parse().unwrap(), RouteTarget::Unreachable)]);
         for (name, peer) in steps {
-            let before = peers.clone();
             match peer {
-                Some(peer) => peers.insert(name.to_owned(), peer),
-                None => {
-                    peers.remove(name);
-                }
-            }
-            let touched = plan.follow(&around, &before, &peers);
+                Some(peer) => peers.insert(name, peer),
+                None => peers.remove(name),
+            };
+            let now = others(peers.clone());
+            let touched = plan.follow(&around, &before, &now);
             update(&mut routes, &touched, |destination| plan.target(&around, destination));
-            let anew = Plan::new(&around, &peers);
+            let anew = Plan::new(&around, &now);
             assert_eq!((&plan, routes.to_map()), (&anew, anew.routes(&around)), "after {name}");
+            before = now;
         }
     }
 }

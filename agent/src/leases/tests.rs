@@ -254,7 +254,7 @@ fn pod(address: Ipv4Addr, router: Option<Ipv4Addr>) -> NetworkRow {
         addresses: Vec::new(),
     };
     let route = RouteRow { destination: address.into(), ifindex: Some(7), gateway: None, source: router };
-    NetworkRow { links: BTreeMap::from([(7, link)]), routes: vec![route] }
+    NetworkRow { links: BTreeMap::from([(7, link)]), routes: vec![route], ..NetworkRow::default() }
 }
 
 // Every file is lost, and pods run.

@@ -8,11 +8,11 @@ use super::{Handle, NetlinkError};
 use crate::blocking::Blocking;
 use crate::tables::Table;
 use crate::tables::rows::{LinkRow, NetworkRow, RouteRow};
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net};
 use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
@@ -25,10 +25,15 @@ pub const SETTLE: Duration = Duration::from_millis(50);
 /// Interval of complete reads in the absence of events.
 pub const RESYNC: Duration = Duration::from_secs(300);
 
-/// `RTNLGRP_LINK`, `RTNLGRP_IPV4_IFADDR`, `RTNLGRP_IPV4_ROUTE`, `RTNLGRP_IPV6_IFADDR` of `linux/rtnetlink.h`.
-const GROUPS: [u32; 4] = [1, 5, 7, 9];
+/// `RTNLGRP_LINK`, `RTNLGRP_IPV4_IFADDR`, `RTNLGRP_IPV4_ROUTE`, `RTNLGRP_IPV4_RULE`, `RTNLGRP_IPV6_IFADDR` of
+/// `linux/rtnetlink.h`.
+const GROUPS: [u32; 5] = [1, 5, 7, 8, 9];
 
-/// Reads devices, addresses and unicast IPv4 routes of the main table.
+/// An address that only a default route leads to on any but its own network. Nothing is sent to it: the kernel is asked
+/// for its route.
+const OUTSIDE: Ipv4Addr = Ipv4Addr::new(1, 1, 1, 1);
+
+/// Reads devices, addresses and unicast IPv4 routes of the main table, and where the kernel sends what leaves the node.
 ///
 /// # Errors
 /// One of the lists cannot be read.
@@ -51,9 +56,39 @@ pub fn read(handle: &mut Handle) -> Result<NetworkRow, NetlinkError> {
         (link.index, row)
     });
     let links = links.collect();
-    let mut routes: Vec<RouteRow> = handle.routes(None)?.iter().filter_map(route_row).collect();
+    let (routes, routing) = handle.routing()?;
+    let mut routes: Vec<RouteRow> = routes.iter().filter_map(route_row).collect();
     routes.sort_unstable();
-    Ok(NetworkRow { links, routes })
+    let outside = handle.hop(OUTSIDE, None)?;
+    let mut row = NetworkRow { links, routes, outside, sources: BTreeMap::new(), routing };
+    for ifindex in addressed(&row) {
+        if let Some(source) = handle.hop(reached_by(&row, ifindex), Some(ifindex))?.and_then(|hop| hop.source) {
+            row.sources.insert(ifindex, source);
+        }
+    }
+    Ok(row)
+}
+
+/// The devices by which packets may leave the node: those of others than pods, which have no address in the node's
+/// namespace and no route through a gateway.
+fn addressed(row: &NetworkRow) -> Vec<u32> {
+    let gateways: BTreeSet<u32> =
+        row.routes.iter().filter(|route| route.gateway.is_some()).filter_map(|route| route.ifindex).collect();
+    let has_address = |link: &LinkRow| link.addresses.iter().any(|address| address.addr().is_ipv4());
+    row.links
+        .iter()
+        .filter(|(index, link)| link.up && !link.loopback && (has_address(link) || gateways.contains(index)))
+        .map(|(index, _)| *index)
+        .collect()
+}
+
+/// A destination behind the device's widest route through a gateway.
+fn reached_by(row: &NetworkRow, ifindex: u32) -> Ipv4Addr {
+    let of_device = row.routes.iter().filter(|route| route.ifindex == Some(ifindex) && route.gateway.is_some());
+    match of_device.map(|route| route.destination).min_by_key(Ipv4Net::prefix_len) {
+        Some(network) if network.prefix_len() > 0 => network.hosts().next().unwrap_or(network.addr()),
+        _ => OUTSIDE,
+    }
 }
 
 fn route_row(route: &Route) -> Option<RouteRow> {

@@ -1,15 +1,20 @@
-//! Routes of the main table.
+//! Routes of the main table, and the kernel's choice among all routes.
 
 use super::address::family;
 use super::{Handle, NetlinkError, Request};
+use crate::tables::rows::Hop;
 use ipnet::{IpNet, Ipv4Net};
-use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
+use netlink_packet_core::{Emitable, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteNextHop, RouteProtocol, RouteScope,
-    RouteType,
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteNextHop, RouteProtocol,
+    RouteScope, RouteType, RouteVia,
 };
+use netlink_packet_route::rule::RuleMessage;
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
-use std::net::IpAddr;
+use nix::errno::Errno;
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash as _, Hasher as _};
+use std::net::{IpAddr, Ipv4Addr};
 
 /// Protocol of the agent's routes: those to other nodes and the unreachable route of its own pod CIDR. Unassigned in
 /// `include/uapi/linux/rtnetlink.h`; `ip route show proto 197` lists them.
@@ -18,6 +23,9 @@ pub const PROTOCOL_NODE: u8 = 197;
 /// Protocol of routes to single pods, which the CNI plugin creates and the kernel deletes with their device. A separate
 /// number excludes them from the agent's full pass.
 pub const PROTOCOL_POD: u8 = 198;
+
+/// `RT_TABLE_LOCAL`: the node's own addresses.
+const TABLE_LOCAL: u8 = 255;
 
 /// `RTPROT_BOOT`, as of `ip route add` and of routes inside pods.
 pub const PROTOCOL_BOOT: u8 = 3;
@@ -226,7 +234,119 @@ fn as_routes(message: &RouteMessage) -> Vec<Route> {
     if hops.is_empty() { vec![route] } else { hops.iter().map(|hop| next_hop(route, hop)).collect() }
 }
 
+fn source_address(attributes: &[RouteAttribute]) -> Option<Ipv4Addr> {
+    attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::PrefSource(RouteAddress::Inet(ip)) => Some(*ip),
+        _ => None,
+    })
+}
+
+/// The answer to a look-up; `None` if the kernel would not send the packet by a device.
+fn as_hop(message: &RouteMessage) -> Option<Hop> {
+    if message.header.kind != RouteType::Unicast {
+        return None;
+    }
+    let ifindex = message.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Oif(index) => Some(*index),
+        _ => None,
+    })?;
+    let gateway = message.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Gateway(address) => ip(address),
+        RouteAttribute::Via(RouteVia::Inet(ip)) => Some(IpAddr::V4(*ip)),
+        RouteAttribute::Via(RouteVia::Inet6(ip)) => Some(IpAddr::V6(*ip)),
+        _ => None,
+    });
+    let mtu = message.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Metrics(metrics) => metrics.iter().find_map(|metric| match metric {
+            RouteMetric::Mtu(bytes) if *bytes > 0 => Some(*bytes),
+            _ => None,
+        }),
+        _ => None,
+    });
+    Some(Hop { ifindex, gateway, source: source_address(&message.attributes), mtu })
+}
+
+/// Changes with what the route says, not with how often or how recently it was used.
+fn digest(message: &RouteMessage) -> u64 {
+    let mut said = message.clone();
+    said.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::CacheInfo(_)));
+    digest_of(&said)
+}
+
+fn digest_of(said: &impl Emitable) -> u64 {
+    let mut bytes = vec![0; said.buffer_len()];
+    said.emit(&mut bytes);
+    let mut hasher = DefaultHasher::new();
+    bytes.hash(&mut hasher);
+    hasher.finish()
+}
+
 impl Handle {
+    /// Where the kernel sends this node's packets to `destination`; with `device` only by that device. `None` if it
+    /// rejects them, or keeps them because the destination is an address of this node.
+    ///
+    /// # Errors
+    /// The kernel does not answer.
+    pub fn hop(&mut self, destination: Ipv4Addr, device: Option<u32>) -> Result<Option<Hop>, NetlinkError> {
+        let mut question = RouteMessage::default();
+        question.header.address_family = AddressFamily::Inet;
+        question.header.destination_prefix_length = 32;
+        question.attributes.push(RouteAttribute::Destination(destination.into()));
+        question.attributes.extend(device.map(RouteAttribute::Oif));
+        let what = format!("look up the route to {destination}");
+        let answer = self.get(RouteNetlinkMessage::GetRoute(question), &what, |message| match message {
+            RouteNetlinkMessage::NewRoute(message) => Some(as_hop(&message)),
+            _ => None,
+        });
+        match answer {
+            Ok(hop) => Ok(hop.flatten()),
+            // No route; `unreachable`, `blackhole` and `prohibit` (`fib_props` of `net/ipv4/fib_semantics.c`); a device that
+            // is down.
+            Err(error)
+                if matches!(
+                    error.errno(),
+                    Some(Errno::ENETUNREACH | Errno::EHOSTUNREACH | Errno::EINVAL | Errno::EACCES | Errno::ENETDOWN)
+                ) =>
+            {
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The IPv4 routes of the main table, and a number that differs when the answers of [`Handle::hop`] may: a digest of
+    /// the rules, and of the routes of all tables but Cistern's own. Addresses of this node are not considered.
+    ///
+    /// # Errors
+    /// One of the lists cannot be read.
+    pub fn routing(&mut self) -> Result<(Vec<Route>, u64), NetlinkError> {
+        let mut all = DefaultHasher::new();
+        let mut question = RouteMessage::default();
+        question.header.address_family = AddressFamily::Inet;
+        let entries = self.dump(&RouteNetlinkMessage::GetRoute(question), "list routes", |message| match message {
+            RouteNetlinkMessage::NewRoute(message) if message.header.table != TABLE_LOCAL => {
+                let ours = [PROTOCOL_NODE, PROTOCOL_POD].contains(&message.header.protocol.into());
+                vec![((!ours).then(|| digest(&message)), as_routes(&message))]
+            }
+            _ => Vec::new(),
+        })?;
+        let mut routes = Vec::new();
+        for (digest, found) in entries {
+            if let Some(digest) = digest {
+                digest.hash(&mut all);
+            }
+            routes.extend(found);
+        }
+        let mut question = RuleMessage::default();
+        question.header.family = AddressFamily::Inet;
+        self.dump(&RouteNetlinkMessage::GetRule(question), "list rules", |message| match message {
+            RouteNetlinkMessage::NewRule(message) => vec![digest_of(&message)],
+            _ => Vec::new(),
+        })?
+        .hash(&mut all);
+        Ok((routes, all.finish()))
+    }
+
     /// The IPv4 routes of the main table; with `protocol` only those of that protocol.
     ///
     /// # Errors

@@ -4,6 +4,7 @@ use super::{Handle, NetlinkError, address, link, route};
 use crate::reconciler::BlockingOperations;
 use crate::tables::rows::RouteTarget;
 use ipnet::{IpNet, Ipv4Net};
+use nix::errno::Errno;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -51,7 +52,15 @@ impl BlockingOperations for Routes {
     type Error = NetlinkError;
 
     fn update(&mut self, destination: &Ipv4Net, target: &RouteTarget) -> Result<(), NetlinkError> {
-        self.handle.apply(&[route::replace(&as_route(*destination, *target))])
+        let route = as_route(*destination, *target);
+        match self.handle.apply(&[route::replace(&route)]) {
+            // The kernel reaches the next hop by another table, or has the node's address as a /32: the main table does not
+            // know that the next hop is on the device.
+            Err(error) if route.gateway.is_some() && error.errno() == Some(Errno::ENETUNREACH) => {
+                self.handle.apply(&[route::replace(&route::Route { onlink: true, ..route })])
+            }
+            other => other,
+        }
     }
 
     fn delete(&mut self, destination: &Ipv4Net) -> Result<(), NetlinkError> {

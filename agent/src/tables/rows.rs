@@ -141,6 +141,20 @@ pub struct RouteRow {
     pub source: Option<Ipv4Addr>,
 }
 
+/// The kernel's answer to where a packet of this node to an IPv4 address goes: rules, tables, metrics and next hops that
+/// are down are considered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Hop {
+    /// Device.
+    pub ifindex: u32,
+    /// Next hop, of either family. Without one the destination is directly connected.
+    pub gateway: Option<IpAddr>,
+    /// Source address of the packet.
+    pub source: Option<Ipv4Addr>,
+    /// MTU of the route, in bytes, if it has one of its own.
+    pub mtu: Option<u32>,
+}
+
 /// The node's network: devices by index, and the unicast routes of the main table.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct NetworkRow {
@@ -148,9 +162,21 @@ pub struct NetworkRow {
     pub links: BTreeMap<u32, LinkRow>,
     /// Unicast IPv4 routes.
     pub routes: Vec<RouteRow>,
+    /// Where packets go that only a default route leads to; `None` if nowhere.
+    pub outside: Option<Hop>,
+    /// The source address that the kernel chooses for packets by a device, by its index.
+    pub sources: BTreeMap<u32, Ipv4Addr>,
+    /// Differs when a [`Hop`] may have changed: digest of the rules, and of the routes of all tables but Cistern's own.
+    pub routing: u64,
 }
 
 impl NetworkRow {
+    /// MTU of packets by a hop: that of its route, else of its device.
+    #[must_use]
+    pub fn mtu(&self, hop: &Hop) -> Option<u32> {
+        hop.mtu.or_else(|| Some(self.links.get(&hop.ifindex)?.mtu))
+    }
+
     /// The node's own networks that overlap one of these ranges. A /32 is not a network. The loopback device has the
     /// router address; if another device has it, too, that is a bridge of a plugin that uses us for IPAM, and its
     /// network is the pod CIDR.
@@ -224,6 +250,20 @@ pub struct OwnCiliumNode {
     pub owner: Option<(String, String)>,
     /// What the IPAM mode writes; none when the object says it, or when that is not known yet.
     pub intent: Option<CiliumNodeIntent>,
+}
+
+/// How this node reaches another one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub enum NextHop {
+    /// On a network of this node.
+    Direct {
+        /// Address of the other node.
+        address: Ipv4Addr,
+        /// Device.
+        ifindex: u32,
+    },
+    /// Through routers, or not at all; human-readable.
+    None(String),
 }
 
 /// A route that this agent installs in the main table.
@@ -311,8 +351,10 @@ mod tests {
             mac: Vec::new(),
             addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
         };
-        let mut network =
-            NetworkRow { links: BTreeMap::from([(2, link("cni0", false, &["10.244.1.7/24"]))]), routes: Vec::new() };
+        let mut network = NetworkRow {
+            links: BTreeMap::from([(2, link("cni0", false, &["10.244.1.7/24"]))]),
+            ..NetworkRow::default()
+        };
         let ranges = ["10.244.0.0/16".parse().unwrap()];
         assert_eq!(network.overlaps(&ranges).len(), 1);
         network.links.insert(1, link("lo", true, &["127.0.0.1/8", "10.244.1.7/32"]));

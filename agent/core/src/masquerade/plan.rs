@@ -267,8 +267,6 @@ pub struct RouteFacts {
     pub index: u32,
     /// Via a gateway, not to directly connected neighbours.
     pub gateway: bool,
-    /// `RTA_PREFSRC`
-    pub preferred_source: Option<Ipv4Addr>,
 }
 
 /// Input of the selection of egress devices.
@@ -280,6 +278,12 @@ pub struct DeviceFacts {
     pub addresses: Vec<AddressFacts>,
     /// All unicast routes.
     pub routes: Vec<RouteFacts>,
+    /// The source address that the kernel chooses for packets by a device.
+    pub chosen_by_kernel: BTreeMap<u32, Ipv4Addr>,
+    /// Addresses of the Node: each `InternalIP`, then each `ExternalIP`.
+    pub of_node: Vec<Ipv4Addr>,
+    /// The masquerade addresses until now.
+    pub in_use: BTreeMap<u32, Ipv4Addr>,
 }
 
 /// A selected egress device.
@@ -287,9 +291,9 @@ pub struct DeviceFacts {
 pub struct SelectedDevice {
     /// Its name.
     pub name: String,
-    /// The masquerade address on it.
+    /// The masquerade address of traffic by it.
     pub address: Option<Ipv4Addr>,
-    /// Human-readable.
+    /// Why it is selected, and why its address; human-readable.
     pub reason: String,
 }
 
@@ -325,8 +329,13 @@ pub fn select_devices(facts: &DeviceFacts, devices: &DeviceSelector, pod_cidrs: 
         };
         match choice {
             Ok(reason) => {
-                let address = device_address(link.index, facts);
-                selection.selected.insert(link.index, SelectedDevice { name: link.name.clone(), address, reason });
+                let source = device_address(link.index, facts);
+                let reason = match source {
+                    Some((address, why)) => format!("{reason}; {address} {why}"),
+                    None => reason,
+                };
+                let device = SelectedDevice { name: link.name.clone(), address: source.map(|(ip, _)| ip), reason };
+                selection.selected.insert(link.index, device);
             }
             Err(reason) => {
                 selection.left_out.insert(link.name.clone(), reason);
@@ -378,20 +387,23 @@ fn detect(link: &LinkFacts, facts: &DeviceFacts, pod_cidrs: &BTreeSet<Ipv4Net>) 
     }
 }
 
-/// The masquerade address on a device: the preferred source of its default route if that is on the device, else its
-/// lowest primary global address, else its lowest global one.
+/// The masquerade address of a device and the reason for it (`masquerade` decision 13): the Node's `InternalIP` or
+/// `ExternalIP` that the device has; else the one in use, so that an address which appears later does not displace it; else
+/// the kernel's own choice, which may be an address of the loopback device; else the lowest primary address.
 #[must_use]
-pub fn device_address(index: u32, facts: &DeviceFacts) -> Option<Ipv4Addr> {
-    let global = || facts.addresses.iter().filter(|address| address.index == index && address.global);
-    let preferred = facts
-        .routes
-        .iter()
-        .filter(|route| route.index == index && route.destination.prefix_len() == 0)
-        .filter_map(|route| route.preferred_source)
-        .filter(|source| global().any(|address| address.address == *source))
-        .min();
-    preferred
-        .or_else(|| global().min_by_key(|address| (address.secondary, address.address)).map(|address| address.address))
+pub fn device_address(index: u32, facts: &DeviceFacts) -> Option<(Ipv4Addr, &'static str)> {
+    let of_device = || facts.addresses.iter().filter(|address| address.index == index && address.global);
+    let is_on_device = |ip: &Ipv4Addr| of_device().any(|address| address.address == *ip);
+    let is_on_node = |ip: &Ipv4Addr| facts.addresses.iter().any(|address| address.address == *ip && address.global);
+    let of_node = facts.of_node.iter().copied().find(is_on_device);
+    let in_use = facts.in_use.get(&index).copied().filter(is_on_device);
+    let of_kernel = facts.chosen_by_kernel.get(&index).copied().filter(is_on_node);
+    let lowest = of_device().min_by_key(|address| (address.secondary, address.address)).map(|address| address.address);
+    of_node
+        .map(|address| (address, "is an address of the Node"))
+        .or(in_use.map(|address| (address, "has been its source before")))
+        .or(of_kernel.map(|address| (address, "is the source that the kernel chooses")))
+        .or(lowest.map(|address| (address, "is its lowest primary address")))
 }
 
 /// Why the datapath is not ready with these devices; `None` if it is. Without an egress device nothing would be
@@ -436,7 +448,7 @@ mod tests {
     }
 
     fn route(destination: &str, index: u32, gateway: bool) -> RouteFacts {
-        RouteFacts { destination: net(destination), index, gateway, preferred_source: None }
+        RouteFacts { destination: net(destination), index, gateway }
     }
 
     fn node() -> DeviceFacts {
@@ -462,6 +474,7 @@ mod tests {
                 route("172.17.0.0/16", 4, false),
                 route("10.61.4.11/32", 5, false),
             ],
+            ..DeviceFacts::default()
         }
     }
 
@@ -520,16 +533,44 @@ mod tests {
         assert!(select_devices(&facts, &automatic(), &BTreeSet::new()).selected.is_empty());
     }
 
+    fn source(facts: &DeviceFacts) -> Option<Ipv4Addr> {
+        device_address(2, facts).map(|(address, _)| address)
+    }
+
     #[test]
-    fn the_address_is_the_preferred_source_or_the_lowest_primary() {
+    fn the_address_is_the_nodes_or_the_one_in_use_or_the_kernels_choice_or_the_lowest_primary() {
+        let (node_ip, virtual_ip) = (Ipv4Addr::new(172, 29, 8, 20), Ipv4Addr::new(172, 29, 8, 5));
         let mut facts = node();
         facts.addresses.push(address(2, [172, 29, 8, 5]));
         facts.addresses.push(AddressFacts { secondary: true, ..address(2, [172, 29, 8, 1]) });
-        assert_eq!(device_address(2, &facts), Some(Ipv4Addr::new(172, 29, 8, 5)));
-        facts.routes[0].preferred_source = Some(Ipv4Addr::new(172, 29, 8, 20));
-        assert_eq!(device_address(2, &facts), Some(Ipv4Addr::new(172, 29, 8, 20)));
-        facts.routes[0].preferred_source = Some(Ipv4Addr::new(8, 8, 8, 8));
-        assert_eq!(device_address(2, &facts), Some(Ipv4Addr::new(172, 29, 8, 5)), "not on the device");
+        assert_eq!(source(&facts), Some(virtual_ip), "the lowest primary one");
+        facts.chosen_by_kernel.insert(2, node_ip);
+        assert_eq!(source(&facts), Some(node_ip), "the kernel's choice");
+        facts.in_use.insert(2, virtual_ip);
+        assert_eq!(source(&facts), Some(virtual_ip), "in use until now");
+        facts.of_node = vec![Ipv4Addr::new(45, 33, 7, 20), node_ip];
+        assert_eq!(source(&facts), Some(node_ip), "the Node's first address that the device has");
+    }
+
+    #[test]
+    fn an_address_that_appears_later_displaces_none_and_one_that_went_is_not_used() {
+        let mut facts = node();
+        facts.in_use = BTreeMap::from([(2, Ipv4Addr::new(172, 29, 8, 20))]);
+        facts.addresses.push(address(2, [172, 29, 8, 5]));
+        assert_eq!(source(&facts), Some(Ipv4Addr::new(172, 29, 8, 20)));
+        facts.addresses.retain(|address| address.address != Ipv4Addr::new(172, 29, 8, 20));
+        assert_eq!(source(&facts), Some(Ipv4Addr::new(172, 29, 8, 5)));
+        facts.chosen_by_kernel.insert(2, Ipv4Addr::new(8, 8, 8, 8));
+        assert_eq!(source(&facts), Some(Ipv4Addr::new(172, 29, 8, 5)), "the kernel's choice is no address of the node");
+    }
+
+    #[test]
+    fn an_uplink_without_an_address_takes_that_of_the_loopback_device_when_the_kernel_does() {
+        let mut facts = node();
+        facts.addresses = vec![address(1, [198, 51, 100, 7])];
+        assert_eq!(source(&facts), None);
+        facts.chosen_by_kernel.insert(2, Ipv4Addr::new(198, 51, 100, 7));
+        assert_eq!(source(&facts), Some(Ipv4Addr::new(198, 51, 100, 7)));
     }
 
     #[test]

@@ -185,7 +185,7 @@ settings! {
     /// installed there.
     "cni-bin-path" cni_bin_path: PathBuf = PathBuf::from("/opt/cni/bin");
 
-    /// MTU of pod interfaces in bytes, at least 576. 0: the MTU of the device with the route to the other nodes.
+    /// MTU of pod interfaces in bytes, at least 576. 0: the MTU of the route by which packets leave the node.
     "mtu" mtu: Option<u16> = None;
     /// Install a route to every other node's pod CIDR via that node's address. Requires all nodes on one L2 network.
     "auto-direct-node-routes" auto_direct_node_routes: bool = false;

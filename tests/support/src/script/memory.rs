@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Debug};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -18,7 +18,7 @@ use cistern::app::targets::{DatapathTargets, Targets, blocking_target};
 use cistern::blocking::Blocking;
 use cistern::leases::{Host, LeaseStore};
 use cistern::reconciler::BlockingOperations;
-use cistern::tables::rows::{LinkRow, NetworkRow, RouteRow, RouteTarget};
+use cistern::tables::rows::{Hop, LinkRow, NetworkRow, RouteRow, RouteTarget};
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{Attachment, Change, Record, RecordKey};
 use cistern_core::masquerade::plan::{AttachmentEntry, DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
@@ -29,6 +29,18 @@ use rand::{Rng, SeedableRng};
 
 /// The device with the route to the other nodes.
 const DEVICE: u32 = 2;
+
+/// The network of all nodes.
+fn network_of(address: Ipv4Addr) -> Ipv4Net {
+    Ipv4Net::new_assert(address, 24)
+}
+
+/// The route of the node with this address: direct in its network, else by the network's last address.
+fn hop(address: Ipv4Addr, destination: Ipv4Addr) -> Hop {
+    let network = network_of(address);
+    let gateway = if network.contains(&destination) { None } else { network.hosts().next_back().map(IpAddr::V4) };
+    Hop { ifindex: DEVICE, gateway, source: Some(address), mtu: None }
+}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -307,7 +319,7 @@ impl Machine {
         *lock(&self.crash) = None;
         let alive = Arc::new(AtomicBool::new(true));
         let gate = Gate { alive: Arc::clone(&alive), faults: Arc::clone(&self.faults) };
-        let network = self.network();
+        let (network, address) = (self.network(), self.address);
         // The machine is as deterministic as the clock: no threads.
         let port = Blocking::inline();
         let targets = Targets {
@@ -318,6 +330,10 @@ impl Machine {
                     Ok(())
                 })
             }),
+            hops: Arc::new(move |asked: Vec<Ipv4Addr>| {
+                let hops = asked.into_iter().map(|destination| (destination, hop(address, destination))).collect();
+                Box::pin(std::future::ready(Ok(hops)))
+            }),
             routes: blocking_target(memory("routes", &self.routes, &gate), &port),
             router: blocking_target(memory("router", &self.router, &gate), &port),
             datapath: Some(DatapathTargets {
@@ -325,6 +341,7 @@ impl Machine {
                 endpoints: blocking_target(memory("endpoints", &self.endpoints, &gate), &port),
                 known_endpoints: lock(&self.endpoints).clone(),
                 devices: blocking_target(memory("devices", &self.devices, &gate), &port),
+                known_devices: lock(&self.devices).clone(),
                 settings: blocking_target(memory("settings", &self.settings, &gate), &port),
                 attachments: blocking_target(memory("attachments", &self.attachments, &gate), &port),
                 background: Box::new(|cancel| {
@@ -385,7 +402,7 @@ impl Machine {
             gateway: None,
             source: router,
         });
-        let net = Ipv4Net::new_assert(self.address, 24);
+        let net = network_of(self.address);
         let gateway = net.hosts().next_back();
         let route = |destination: Ipv4Net, gateway: Option<Ipv4Addr>, source: Option<Ipv4Addr>| RouteRow {
             destination,
@@ -408,6 +425,9 @@ impl Machine {
             .into_iter()
             .chain(pod_routes)
             .collect(),
+            outside: Some(hop(self.address, Ipv4Addr::UNSPECIFIED)),
+            sources: BTreeMap::from([(DEVICE, self.address)]),
+            routing: 0,
         }
     }
 
