@@ -81,23 +81,22 @@ fn pods_get_the_mtu_of_the_route_that_the_kernel_takes() {
     rig.start_api();
     rig.start_agent(&[]);
     until("readiness", || rig.is_ready());
-    let mtu = |rig: &Rig, name: &str| {
-        rig.add(name).unwrap();
-        let links = rig.node.existing_pod(name).json("ip", &["-j", "link", "show", "eth0"]).unwrap();
-        links[0]["mtu"].as_u64().unwrap()
-    };
-    assert_eq!(mtu(&rig, "pod-1"), 1500);
-    rig.node.run("ip", &["route", "add", "default", "via", "172.29.9.1", "dev", "eth1", "metric", "100"]).unwrap();
-    until("the better route", || explained_device(&rig) == "eth1");
-    assert_eq!(mtu(&rig, "pod-2"), 1400);
-    rig.node
-        .run("ip", &["route", "change", "default", "via", "172.29.9.1", "dev", "eth1", "metric", "100", "mtu", "1300"])
-        .unwrap();
-    let mut number = 2;
-    until("the route's own MTU", || {
+    let mut number = 0;
+    let mut next_pod_has = |mtu: u64| {
         number += 1;
-        mtu(&rig, &format!("pod-{number}")) == 1300
-    });
+        let name = format!("pod-{number}");
+        rig.add(&name).unwrap();
+        let links = rig.node.existing_pod(&name).json("ip", &["-j", "link", "show", "eth0"]).unwrap();
+        links[0]["mtu"] == mtu
+    };
+    assert!(next_pod_has(1500));
+    assert_eq!(explained_device(&rig), "eth0");
+    let better = ["via", "172.29.9.1", "dev", "eth1", "metric", "100"];
+    rig.node.run("ip", &[&["route", "add", "default"][..], &better].concat()).unwrap();
+    assert_eq!(explained_device(&rig), "eth1");
+    until("the MTU of the better route's device", || next_pod_has(1400));
+    rig.node.run("ip", &[&["route", "change", "default"][..], &better, &["mtu", "1300"]].concat()).unwrap();
+    until("the route's own MTU", || next_pod_has(1300));
 }
 
 /// The device by which a pod's packet to the outside leaves, as explained.

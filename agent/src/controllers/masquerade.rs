@@ -98,7 +98,11 @@ pub async fn run(mut inputs: Inputs, tables: Tables) {
         // A device that is down keeps its address.
         in_use.retain(|ifindex, _| network.links.contains_key(ifindex));
         let facts = DeviceFacts {
-            of_node: addresses_of_node(node.rows.get(&inputs.node), peers.rows.get(&inputs.node)),
+            // What is in use was chosen when the Node was known.
+            of_node: addresses_of_node(
+                node.rows.get(&inputs.node),
+                peers.rows.get(&inputs.node).filter(|_| in_use.is_empty()),
+            ),
             in_use: in_use.clone(),
             ..facts(&network)
         };
@@ -392,7 +396,7 @@ fn facts(network: &NetworkRow) -> DeviceFacts {
     }
 }
 
-/// Each `InternalIP` of the Node, then each `ExternalIP`; those last known while the API server has not answered.
+/// Each `InternalIP` of the Node, then each `ExternalIP`. While the API server has not answered, those last `known`.
 fn addresses_of_node(node: Option<&NodeRow>, known: Option<&PeerRow>) -> Vec<Ipv4Addr> {
     let Some(node) = node else { return known.map(|peer| peer.internal_ips.clone()).unwrap_or_default() };
     let of_kind = |kind: &'static str| {
