@@ -17,6 +17,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+/// Pause of a thread that sends, so that it leaves the processors to the takeover, which takes one for the verifier's work.
+const BREATH: Duration = Duration::from_micros(200);
+
 /// Enough for all flows of a test, so that nothing is evicted.
 const CAPACITIES: Capacities = Capacities { flows: 32_768, inbound: 1_024 };
 
@@ -149,6 +152,7 @@ fn either_build_takes_over_from_the_other_under_traffic_and_no_packet_is_lost() 
             let talker = scope.spawn(|| {
                 let mut rounds = 0_u32;
                 while !stop.load(Ordering::Relaxed) {
+                    thread::sleep(BREATH);
                     rounds += 1;
                     for mut stream in &streams {
                         stream.write_all(&rounds.to_be_bytes()).unwrap();
@@ -166,6 +170,7 @@ fn either_build_takes_over_from_the_other_under_traffic_and_no_packet_is_lost() 
                     let mut asked = 0_u32;
                     let mut missing = Vec::new();
                     while !stop.load(Ordering::Relaxed) {
+                        thread::sleep(BREATH);
                         let port = 1_100 + (asked % 20_000) as u16;
                         let source = if asked.is_multiple_of(2) { 100 + port % 600 } else { port };
                         asked += 1;
@@ -198,7 +203,7 @@ fn either_build_takes_over_from_the_other_under_traffic_and_no_packet_is_lost() 
             stop.store(true, Ordering::Relaxed);
             let (asked, missing) = opener.join().unwrap();
             let rounds = talker.join().unwrap();
-            assert!(asked > 100 && rounds > 10, "{asked} flows, {rounds} rounds");
+            assert!(asked > 1_000 && rounds > 100, "{asked} flows, {rounds} rounds");
             assert!(missing.is_empty(), "{} of {asked} answers are missing: {missing:?}", missing.len());
         });
         let kernel = start(&root, &this_build());
