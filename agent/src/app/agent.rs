@@ -10,7 +10,7 @@ use crate::controllers;
 use crate::install::NetworkConfiguration;
 use crate::leases::{Endpoints, LeaseStore, deletions};
 use crate::state::remembered::{self, unreadable};
-use crate::state::{BootMarker, LeaseFiles, ServedMarker, StateDir};
+use crate::state::{BootMarker, KeptLeases, LeaseFiles, ServedMarker, StateDir};
 use anyhow::Context;
 use cistern_core::ipam::lease::{Change, RecordTimes};
 use cistern_core::settings::{IpamMode, Settings};
@@ -78,6 +78,7 @@ async fn run_until(settings: Settings, cancel: CancellationToken) -> anyhow::Res
     };
     let (configuration, waits) = (NetworkConfiguration::of(&settings), shared.waits.clone());
     let (served, findings) = (ServedMarker::new(marker.clone(), ports.disk.clone()), shared.findings.clone());
+    let lease_store = Box::new(Files(KeptLeases::new(files, &leases)));
     let role = cancel.child_token();
     let mut running = agent_role::start(
         Agent {
@@ -89,7 +90,7 @@ async fn run_until(settings: Settings, cancel: CancellationToken) -> anyhow::Res
             state: state.clone(),
             leases,
             incomplete,
-            lease_store: Box::new(Files(files)),
+            lease_store,
             lease_clock,
             boot: clock::boot().unwrap_or_default(),
             rebooted,
@@ -175,7 +176,7 @@ fn refuse_overlaps(settings: &Settings) -> anyhow::Result<()> {
 }
 
 /// Lease files as the lease owner's store.
-struct Files(LeaseFiles);
+struct Files(KeptLeases);
 
 impl LeaseStore for Files {
     fn write(&mut self, change: &Change) -> Result<(), String> {

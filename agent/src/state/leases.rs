@@ -3,6 +3,7 @@
 use super::{SetAside, StateDir, StateError, make_dir, read_or_set_aside, replace, set_aside};
 use cistern_core::ipam::lease::{Change, Record, RecordKey, Stored};
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
@@ -114,6 +115,52 @@ impl LeaseFiles {
     }
 }
 
+/// The records as they are on disk: a directory that somebody deletes under a running agent is made again with all of them.
+#[derive(Debug)]
+pub struct KeptLeases {
+    files: LeaseFiles,
+    records: BTreeMap<RecordKey, Record>,
+}
+
+impl KeptLeases {
+    /// Keeps these records, as read from `files`.
+    #[must_use]
+    pub fn new(files: LeaseFiles, records: &[Record]) -> Self {
+        let records = records.iter().map(|record| (record.key(), record.clone())).collect();
+        Self { files, records }
+    }
+
+    /// See [`LeaseFiles::write`].
+    ///
+    /// # Errors
+    /// The failed operation and file.
+    pub fn write(&mut self, change: &Change) -> Result<(), StateError> {
+        if !self.files.directory.is_dir() {
+            self.make_again()?;
+        }
+        self.files.write(change)?;
+        match change {
+            Change::Put(record) => self.records.insert(record.key(), record.clone()),
+            Change::Remove(key) => self.records.remove(key),
+        };
+        Ok(())
+    }
+
+    fn make_again(&self) -> Result<(), StateError> {
+        let directory = &self.files.directory;
+        make_dir(directory)?;
+        for record in self.records.values() {
+            // One that is not written is missing at the next start, which then finds its pod by the device.
+            self.files.write(&Change::Put(record.clone()))?;
+        }
+        tracing::warn!(
+            path = %directory.display(),
+            "the directory of lease records was deleted under the running agent; it is there again, with all records"
+        );
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -138,6 +185,23 @@ mod tests {
             files.write(&change).unwrap();
         }
         assert_eq!(files.read().unwrap(), (vec![b], vec![]));
+    }
+
+    #[test]
+    fn a_directory_deleted_under_the_agent_is_made_again_with_all_records() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = StateDir::open(dir.path().join("state")).unwrap();
+        let files = LeaseFiles::open(&state).unwrap().0;
+        files.write(&Change::Put(tombstone("a"))).unwrap();
+        let mut kept = KeptLeases::new(files.clone(), &files.read().unwrap().0);
+        for change in [Change::Put(tombstone("b")), Change::Put(tombstone("c")), Change::Remove(tombstone("c").key())] {
+            kept.write(&change).unwrap();
+        }
+        std::fs::remove_dir_all(state.root()).unwrap();
+        kept.write(&Change::Put(tombstone("d"))).unwrap();
+        let mut records = files.read().unwrap().0;
+        records.sort_by_key(Record::key);
+        assert_eq!(records, ["a", "b", "d"].map(tombstone));
     }
 
     #[test]

@@ -8,7 +8,7 @@ mod leases;
 pub mod remembered;
 mod served;
 
-pub use leases::LeaseFiles;
+pub use leases::{KeptLeases, LeaseFiles};
 pub use served::ServedMarker;
 
 use cistern_core::cni::served::Served;
