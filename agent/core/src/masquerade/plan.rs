@@ -399,11 +399,14 @@ pub fn device_address(index: u32, facts: &DeviceFacts) -> Option<(Ipv4Addr, &'st
     let in_use = facts.in_use.get(&index).copied().filter(is_on_device);
     let of_kernel = facts.chosen_by_kernel.get(&index).copied().filter(is_on_node);
     let lowest = of_device().min_by_key(|address| (address.secondary, address.address)).map(|address| address.address);
-    of_node
-        .map(|address| (address, "is an address of the Node"))
-        .or(in_use.map(|address| (address, "has been its source before")))
-        .or(of_kernel.map(|address| (address, "is the source that the kernel chooses")))
-        .or(lowest.map(|address| (address, "is its lowest primary address")))
+    let address = of_node.or(in_use).or(of_kernel).or(lowest)?;
+    let why = match Some(address) {
+        found if found == of_node => "is an address of the Node",
+        found if found == of_kernel => "is the source that the kernel chooses",
+        found if of_kernel.is_none() && found == lowest => "is its lowest primary address",
+        _ => "has been its source before",
+    };
+    Some((address, why))
 }
 
 /// Why the datapath is not ready with these devices; `None` if it is. Without an egress device nothing would be
