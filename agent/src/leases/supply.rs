@@ -25,6 +25,14 @@ fn host_links(network: &NetworkRow) -> BTreeMap<String, HostLink> {
         .collect()
 }
 
+/// A device keeps its address when its route is gone, as while it is down: the pod has it all the same.
+fn keep_addresses(links: &mut BTreeMap<String, HostLink>, before: &BTreeMap<String, HostLink>) {
+    for (name, link) in links {
+        let known = before.get(name).filter(|known| known.ifindex == link.ifindex);
+        link.address = link.address.or(known.and_then(|known| known.address));
+    }
+}
+
 const NETWORK_UNKNOWN: &str = "the devices and routes of this node are not known yet";
 
 /// A plan that was taken over is made again from what it changed. One that does not come to rest is a defect of the mode,
@@ -35,7 +43,9 @@ impl Task {
     /// Plans with what the tables say and with what is held, takes the plan over, and publishes what follows.
     pub(super) fn resupply(&mut self) {
         let network = self.parts.network.snapshot();
+        let before = std::mem::take(&mut self.links);
         self.links = network.rows.get(&()).map(host_links).unwrap_or_default();
+        keep_addresses(&mut self.links, &before);
         let ready = self.parts.peers.snapshot().synced && network.synced;
         self.parts.nodes.snapshot();
         self.others.follow(&self.parts.cilium_nodes.snapshot().rows, &self.parts.peers.peek().rows);
@@ -169,10 +179,11 @@ impl Task {
             // The router address itself is on the loopback device.
             .filter(|link| !link.loopback)
             .flat_map(|link| link.addresses.iter())
-            .map(|address| Exclusion { address: address.addr(), label: "node-ip".to_owned() });
+            .map(|address| Exclusion { address: address.addr(), label: "node-ip".to_owned(), of_pod: false });
         let unrecorded = self.unrecorded().into_iter().map(|(address, (link, _))| Exclusion {
             address: address.into(),
             label: format!("the unrecorded pod of {link}"),
+            of_pod: true,
         });
         let exclusions = addresses.chain(unrecorded).collect();
         let peers = self.parts.peers.peek();

@@ -1,7 +1,7 @@
 use super::*;
 use crate::tables::rows::{LinkRow, RouteRow};
 use cistern_core::ipam::lease::{
-    AddRequest, DEFAULT_POOL, Interface, LeaseState, OwnerRequest, PodAttachment, PodLease,
+    AddRequest, DEFAULT_POOL, Interface, LeaseState, OwnerRequest, PodAttachment, PodLease, RowState,
 };
 use cistern_core::ipam::node::cluster_pool::List;
 use cistern_core::ipam::node::{NodeInput, NodePlan, Observed};
@@ -282,6 +282,27 @@ async fn with_every_record_lost_the_router_address_of_the_pods_stays_and_their_a
     assert!([address, plugin].iter().all(|held| rows.iter().any(|row| row.address == IpAddr::V4(*held))), "{rows:?}");
     // A lease to come is distinguished from those that were named before.
     assert!(rig.ask.add(request(None)).await.unwrap().lease.generation > 9);
+}
+
+// Every file is lost, and the route to a pod goes and comes back, before the pod ends.
+#[tokio::test(start_paused = true)]
+async fn an_unrecorded_pod_keeps_its_address_without_a_route_and_leaves_it_in_quarantine() {
+    let address = Ipv4Addr::new(10, 33, 0, 30);
+    let rig = Rig::start();
+    rig.network.publish(BTreeMap::from([((), pod(address, None))]));
+    rig.settle().await;
+    rig.network.publish(BTreeMap::from([((), NetworkRow { routes: Vec::new(), ..pod(address, None) })]));
+    rig.settle().await;
+    let state = async || {
+        let rows = rig.ask.view().await.unwrap().rows;
+        rows.into_iter().find(|row| row.address == IpAddr::V4(address)).map(|row| (row.state, row.until.is_some()))
+    };
+    assert_eq!(state().await, Some((RowState::Reserved, false)), "the device is there");
+    rig.network.publish(BTreeMap::from([((), NetworkRow::default())]));
+    rig.settle().await;
+    assert_eq!(state().await, Some((RowState::Quarantined, true)), "the device is gone");
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert_eq!(state().await, None);
 }
 
 // The router's record is lost, the others are not, and the kernel is seen a little later.

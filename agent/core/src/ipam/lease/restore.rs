@@ -2,9 +2,10 @@
 
 use super::error::Finding;
 use super::journal::{Change, Outcome};
-use super::record::{Record, RecordKey, RecordTimes};
-use super::{Leases, ROUTER, Timings};
+use super::record::{Quarantine, Record, RecordKey, RecordTimes};
+use super::{DEFAULT_POOL, Leases, ROUTER, Timings};
 use crate::ip::Family;
+use crate::ipam::later;
 use crate::ipam::node::pod_cidr::{AddressError, Addresses};
 use crate::ipam::supply::{Grant, GrantState, Pools, Supply};
 use ipnet::IpNet;
@@ -20,6 +21,8 @@ pub struct Exclusion {
     pub address: IpAddr,
     /// Its use, such as `node-ip`.
     pub label: String,
+    /// A pod without a record has it: the address is quarantined when that ends.
+    pub of_pod: bool,
 }
 
 /// The surroundings of the pods on this node.
@@ -189,12 +192,38 @@ impl Leases {
         if is_same {
             return Outcome { answer: Accepted { findings, still_held }, changes };
         }
-        self.surroundings = Some(surroundings);
+        let before = self.surroundings.replace(surroundings);
+        self.quarantine_unrecorded(before, now, &mut changes);
         self.rebuild(now, &mut findings);
         for family in [Family::Ipv4, Family::Ipv6] {
             self.choose_router(family, now, draw, &mut findings, &mut changes);
         }
         Outcome { answer: Accepted { findings, still_held }, changes }
+    }
+
+    /// Quarantines the addresses of pods without a record that ended.
+    fn quarantine_unrecorded(&mut self, before: Option<Surroundings>, now: Timestamp, changes: &mut Vec<Change>) {
+        let excluded = |address| {
+            self.surroundings.iter().flat_map(|around| &around.exclusions).any(|exclusion| exclusion.address == address)
+        };
+        let ended: Vec<Exclusion> = before
+            .into_iter()
+            .flat_map(|around| around.exclusions)
+            .filter(|exclusion| exclusion.of_pod && !excluded(exclusion.address))
+            .filter(|exclusion| self.held().all(|held| held != exclusion.address))
+            .collect();
+        for Exclusion { address, label, .. } in ended {
+            let quarantine = Quarantine {
+                pool: DEFAULT_POOL.to_owned(),
+                address,
+                generation: self.generation,
+                last_holder: label,
+                since: now,
+                until: later(now, self.timings.quarantine),
+            };
+            changes.push(Change::Put(Record::Quarantine(quarantine.clone())));
+            self.resting.insert(address, quarantine);
+        }
     }
 
     /// The granted pod CIDRs.
@@ -258,7 +287,7 @@ impl Leases {
     }
 
     fn book_exclusions(&mut self, findings: &mut Vec<Finding>) {
-        for Exclusion { address, label } in self.surroundings.iter().flat_map(|around| &around.exclusions) {
+        for Exclusion { address, label, .. } in self.surroundings.iter().flat_map(|around| &around.exclusions) {
             let Some(pool) = self.pools.with(*address) else { continue };
             if let Err(AddressError::AlreadyAllocated { owner: holder, .. }) = pool.exclude(*address, label) {
                 findings.push(Finding::ExclusionHeld { address: *address, label: label.clone(), holder });

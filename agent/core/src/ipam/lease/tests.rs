@@ -601,7 +601,7 @@ fn a_router_address_is_found_as_soon_as_one_is_free() {
 fn an_excluded_address_that_a_pod_has_is_excluded_when_the_pod_ends() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     let lease = agent.add(request("c1", "u1"), at(0)).unwrap();
-    let exclusions = vec![Exclusion { address: address(&lease), label: "node-ip".to_owned() }];
+    let exclusions = vec![Exclusion { address: address(&lease), label: "node-ip".to_owned(), of_pod: false }];
     let outcome = agent.leases.set_network(Network { exclusions, ..network("10.66.1.16/28") }, at(1), 3);
     let findings = agent.done(outcome);
     assert!(matches!(&findings[..], [Finding::ExclusionHeld { .. }]), "{findings:?}");
@@ -668,8 +668,10 @@ fn the_gateway_on_a_bridge_of_another_plugin_remains_the_router_s() {
     let mut agent = Agent::start(network("10.66.1.16/28"));
     let router = agent.leases.router();
     let address = router.ipv4.unwrap().into();
-    let on_bridge =
-        Network { exclusions: vec![Exclusion { address, label: "node-ip".to_owned() }], ..network("10.66.1.16/28") };
+    let on_bridge = Network {
+        exclusions: vec![Exclusion { address, label: "node-ip".to_owned(), of_pod: false }],
+        ..network("10.66.1.16/28")
+    };
     let outcome = agent.leases.set_network(on_bridge.clone(), at(1), 3);
     assert_eq!(agent.done(outcome), []);
     let agent = Agent::restart(agent.disk, on_bridge, at(2));
@@ -915,8 +917,8 @@ fn a_pod_without_a_record_that_the_datapath_knows_keeps_its_address_until_the_re
 fn the_snapshot_has_a_reason_for_each_address() {
     let mut agent = Agent::start(Network {
         exclusions: vec![
-            Exclusion { address: ip("10.66.1.20"), label: "node-ip".to_owned() },
-            Exclusion { address: ip("192.0.2.1"), label: "node-ip".to_owned() },
+            Exclusion { address: ip("10.66.1.20"), label: "node-ip".to_owned(), of_pod: false },
+            Exclusion { address: ip("192.0.2.1"), label: "node-ip".to_owned(), of_pod: false },
         ],
         ..network("10.66.1.16/28")
     });
