@@ -251,6 +251,7 @@ impl Agent {
             nodes: nodes.reader(),
             router: Arc::new(Table::new("router")),
             endpoints: Arc::new(Table::new("endpoints")),
+            pod_routes: Arc::new(Table::new("pod-routes")),
             pool: Arc::new(Table::new("pool")),
             intent: Arc::new(Table::new("cilium-node-intent")),
             waits: Waits::new(clock),

@@ -16,5 +16,6 @@ mod kill;
 mod lab;
 mod netlink;
 mod process;
+mod repair;
 mod restart;
 mod state;

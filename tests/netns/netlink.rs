@@ -1,5 +1,6 @@
 //! The netlink adapter against the kernel, read back through `ip`.
 
+use cistern::blocking::Blocking;
 use cistern::netlink::link::{self, Ipv4Setting, VethEnd};
 use cistern::netlink::monitor;
 use cistern::netlink::namespace::Namespace;
@@ -223,7 +224,7 @@ fn the_network_table_follows_changes_also_after_an_overflow() {
             namespace
                 .run(|| {
                     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-                    runtime.block_on(monitor::follow(table, cistern::blocking::Blocking::inline(), stop))
+                    runtime.block_on(monitor::follow(table, Arc::new(Table::new("reads")), Blocking::inline(), stop))
                 })
                 .unwrap()
         });

@@ -45,7 +45,7 @@ async fn run_until(settings: Settings, cancel: CancellationToken) -> anyhow::Res
         settings.api_server.as_ref().map(|url| url.as_str()),
     )
     .await?;
-    let (targets, maps) = kernel::open(&settings, &shared.findings, &ports.kernel)?;
+    let (targets, maps) = kernel::open(&settings, &shared.findings, shared.clock, &ports.kernel)?;
     let (files, not_a_directory) = LeaseFiles::open(&state).context(stopped)?;
     let (leases, set_aside) = files.read().context(stopped)?;
     let incomplete = not_a_directory.is_some() || !set_aside.is_empty();

@@ -1,7 +1,7 @@
 //! The tasks of a node.
 
 use super::agent_api::Answers;
-use super::node_status::{MapRows, NodeStatus, ROUTER_ADDRESS};
+use super::node_status::{MapRows, NodeStatus, POD_ROUTES, ROUTER_ADDRESS};
 use super::operator_role::{self, Operator, until};
 use super::supervisor::Supervisor;
 use super::targets::{Target, Targets};
@@ -190,6 +190,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
     let own_node = Arc::new(Table::new("own-cilium-node"));
     let routes = Arc::new(Table::new("routes"));
     let next_hops = Arc::new(Table::new("next-hops"));
+    let pod_routes = Arc::new(Table::new("pod-routes"));
     let ip_masq_file = Arc::new(Table::new("ip-masq-file"));
     let masquerade = masquerade::Tables::default();
 
@@ -281,8 +282,9 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
 
     // === Do ===
     let reconcile = Reconcilers { statuses: Arc::clone(&statuses), clock, token: token.clone() };
-    let mut required = vec!["routes", ROUTER_ADDRESS];
+    let mut required = vec!["routes", POD_ROUTES, ROUTER_ADDRESS];
     tasks.spawn_loop("apply routes", reconcile.run("routes", targets.routes, routes.reader()));
+    tasks.spawn_loop("apply pod routes", reconcile.run(POD_ROUTES, targets.pod_routes, pod_routes.reader()));
     let (apply, router_on_node) = reconcile.awaited(ROUTER_ADDRESS, targets.router, router.reader());
     tasks.spawn_loop("apply router address", apply);
     let reporter = events::Reporter { controller: kubernetes::AGENT, instance: name.clone() };
@@ -337,6 +339,7 @@ pub fn start(agent: Agent, cancel: &CancellationToken) -> anyhow::Result<Running
             nodes: nodes.reader(),
             router: Arc::clone(&router),
             endpoints: Arc::clone(&endpoints),
+            pod_routes: Arc::clone(&pod_routes),
             pool: Arc::clone(&pool),
             intent,
             waits: waits.clone(),

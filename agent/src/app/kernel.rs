@@ -1,20 +1,24 @@
 //! The kernel of this machine as targets of the agent.
 
-use super::node_status::MapRows;
-use super::targets::{DatapathTargets, Targets, blocking_target};
+use super::node_status::{MapRows, POD_ROUTES, ROUTER_ADDRESS};
+use super::targets::{DatapathTargets, Targets, blocking_target, kept_target};
 use crate::blocking::Blocking;
+use crate::clock::Clock;
 use crate::datapath::{Capacities, Collector, Datapath, Events, Pins, View};
-use crate::netlink::targets::{RouterAddress, Routes};
+use crate::netlink::targets::{PodRoutes, RouterAddress, Routes};
 use crate::netlink::{Handle, NetlinkError, link, monitor};
 use crate::reconciler::BlockingOperations as _;
+use crate::tables::Table;
 use crate::tables::findings::{Findings, Found};
 use crate::tables::rows::{Hop, NetworkRow};
-use anyhow::Context;
+use anyhow::{Context, bail};
 use cistern_core::settings::Settings;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 /// Opens all targets, and the kernel maps for the CLI. The only change is that the kernel programs' maps are created if
@@ -22,7 +26,12 @@ use tokio_util::sync::CancellationToken;
 ///
 /// # Errors
 /// What is missing, with the remedy.
-pub fn open(settings: &Settings, findings: &Findings, port: &Blocking) -> anyhow::Result<(Targets, Option<MapRows>)> {
+pub fn open(
+    settings: &Settings,
+    findings: &Findings,
+    clock: Clock,
+    port: &Blocking,
+) -> anyhow::Result<(Targets, Option<MapRows>)> {
     let (datapath, maps) = if settings.enable_ipv4_masquerade {
         let (targets, maps) = open_datapath(settings, findings, port)?;
         (Some(targets), Some(maps))
@@ -31,8 +40,13 @@ pub fn open(settings: &Settings, findings: &Findings, port: &Blocking) -> anyhow
         (None, None)
     };
     let (reading, asking) = (port.clone(), port.clone());
+    let reads = Arc::new(Table::new("network-reads"));
+    let (of_routes, of_router) = (reads.reader(), reads.reader());
+    let of_pods = reads.reader();
     let targets = Targets {
-        network: Box::new(|table, cancel| Box::pin(async move { Ok(monitor::follow(table, reading, cancel).await?) })),
+        network: Box::new(move |table, cancel| {
+            Box::pin(async move { Ok(monitor::follow(table, reads, reading, cancel).await?) })
+        }),
         hops: Arc::new(move |destinations| {
             let port = asking.clone();
             Box::pin(async move {
@@ -41,8 +55,9 @@ pub fn open(settings: &Settings, findings: &Findings, port: &Blocking) -> anyhow
                 Ok(looked_up.await?)
             })
         }),
-        routes: blocking_target(Routes::open()?, port),
-        router: blocking_target(RouterAddress::open()?, port),
+        routes: kept_target(Routes::open()?, of_routes, "routes", findings, clock, port),
+        pod_routes: kept_target(PodRoutes::open()?, of_pods, POD_ROUTES, findings, clock, port),
+        router: kept_target(RouterAddress::open()?, of_router, ROUTER_ADDRESS, findings, clock, port),
         datapath,
     };
     Ok((targets, maps))
@@ -94,7 +109,7 @@ fn open_datapath(
     );
     let view = datapath.view()?;
     let collector = datapath.collector()?;
-    let collecting = port.clone();
+    let (collecting, pins) = (port.clone(), settings.pin_root());
     let targets = DatapathTargets {
         excluded: blocking_target(datapath.excluded()?, port),
         endpoints: blocking_target(datapath.endpoints()?, port),
@@ -103,7 +118,7 @@ fn open_datapath(
         known_devices: datapath.devices()?.observe()?,
         settings: blocking_target(datapath.settings(rand::random())?, port),
         attachments: blocking_target(datapath.attachments()?, port),
-        background: Box::new(move |cancel| Box::pin(background(events, collector, collecting, cancel))),
+        background: Box::new(move |cancel| Box::pin(background(events, collector, pins, collecting, cancel))),
     };
     Ok((targets, Arc::new(move |name| rows(&view, name).map_err(|error| format!("{error:#}")))))
 }
@@ -112,13 +127,33 @@ fn open_datapath(
 async fn background(
     events: Events,
     collector: Collector,
+    pins: PathBuf,
     port: Blocking,
     cancel: CancellationToken,
 ) -> anyhow::Result<()> {
     tokio::select! {
         () = cancel.cancelled() => Ok(()),
         ended = events.forward() => Ok(ended?),
-        () = collector.run(port) => Ok(()),
+        () = pins_are_gone(&pins, &port) => bail!(
+            "the pins below {} were removed under the running agent, and with them the kernel programs of the devices; the next \
+             start loads them again",
+            pins.display()
+        ),
+        () = collector.run(port.clone()) => Ok(()),
+    }
+}
+
+/// Interval of the look at the pins: bpffs reports no changes.
+const PINS_LOOK: Duration = Duration::from_secs(2);
+
+/// Waits until the pins do not exist any more: deleted, or bpffs unmounted. Nothing else keeps the programs on the devices.
+async fn pins_are_gone(pins: &Path, port: &Blocking) {
+    loop {
+        tokio::time::sleep(PINS_LOOK).await;
+        let links = Pins::new(pins).links();
+        if !port.run(move || links.is_dir()).await {
+            return;
+        }
     }
 }
 

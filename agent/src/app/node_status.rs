@@ -28,6 +28,9 @@ use std::time::Duration;
 /// The reconciler of the router address.
 pub const ROUTER_ADDRESS: &str = "router address";
 
+/// The reconciler of the routes to this node's pods.
+pub const POD_ROUTES: &str = "pod routes";
+
 /// How long an ADD waits for it before the caller is asked to retry.
 const ROUTER_TIMEOUT: Duration = Duration::from_secs(2);
 

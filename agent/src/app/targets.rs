@@ -1,10 +1,12 @@
 //! Targets of the agent, as values: the kernel in production, memory in script tests.
 
 use crate::blocking::Blocking;
+use crate::clock::Clock;
 use crate::controllers::next_hops::Hops;
-use crate::reconciler::{self, BlockingOperations, Offloaded, Operations, Reconcile};
-use crate::tables::Table;
-use crate::tables::rows::{NetworkRow, RouteTarget};
+use crate::reconciler::{self, BlockingOperations, Kept, Offloaded, Operations, Reconcile};
+use crate::tables::findings::Findings;
+use crate::tables::rows::{NetworkRow, PodRoute, RouteTarget};
+use crate::tables::{Reader, Table};
 use cistern_core::masquerade::plan::{AttachmentEntry, DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
 use futures::future::BoxFuture;
 use ipnet::Ipv4Net;
@@ -26,6 +28,19 @@ pub fn blocking_target<T: BlockingOperations>(operations: T, port: &Blocking) ->
     target(Offloaded::new(operations, port.clone()))
 }
 
+/// As [`blocking_target`], for one that other programs of the node change, too: `seen` changes with it. `name` is that of
+/// the reconciler.
+pub fn kept_target<T: BlockingOperations, K: Ord + Send + Sync + 'static, V: Send + Sync + 'static>(
+    operations: T,
+    seen: Reader<K, V>,
+    name: &'static str,
+    findings: &Findings,
+    clock: Clock,
+    port: &Blocking,
+) -> Target<T::Key, T::Value> {
+    target(Kept::new(Offloaded::new(operations, port.clone()), seen, name, findings.clone(), clock))
+}
+
 /// Fills the table of the node's devices and routes until cancelled.
 pub type NetworkSource =
     Box<dyn FnOnce(Arc<Table<(), NetworkRow>>, CancellationToken) -> BoxFuture<'static, anyhow::Result<()>> + Send>;
@@ -38,6 +53,8 @@ pub struct Targets {
     pub hops: Hops,
     /// Routes of the main table.
     pub routes: Target<Ipv4Net, RouteTarget>,
+    /// Routes to this node's pods.
+    pub pod_routes: Target<Ipv4Addr, PodRoute>,
     /// The router address on the loopback device.
     pub router: Target<Ipv4Addr, ()>,
     /// The kernel programs; `None` if this node does not masquerade.

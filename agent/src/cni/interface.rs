@@ -12,6 +12,7 @@
 //! the pod's hardware address may be changed, as the chained plugin `tuning` does.
 
 use crate::netlink::namespace::Namespace;
+use crate::netlink::targets::route_to_pod;
 use crate::netlink::{Handle, Mac, NetlinkError, address, link, neighbour, route};
 use ipnet::{IpNet, Ipv4Net};
 use sha2::{Digest, Sha256};
@@ -160,11 +161,7 @@ impl Ends {
         router: Ipv4Addr,
     ) -> Result<(), NetlinkError> {
         use link::Ipv4Setting::{AcceptRedirects, AcceptSourceRoute, Forwarding, ProxyArp, ReversePathFilter};
-        let to_pod = route::Route {
-            protocol: route::PROTOCOL_POD,
-            source: Some(IpAddr::V4(router)),
-            ..route::Route::on_link(host_net(address), ifindex)
-        };
+        let to_pod = route_to_pod(address, ifindex, Some(router));
         let outcomes = self.host.apply_each(&[
             link::no_ipv6_link_local(ifindex),
             link::set_ipv4(

@@ -36,7 +36,7 @@ pub use task::WAIT;
 use crate::clock::Clock;
 use crate::reconciler::Handle;
 use crate::tables::findings::Findings;
-use crate::tables::rows::{CiliumNodeRow, NetworkRow, NodeRow, PeerRow, PoolRow};
+use crate::tables::rows::{CiliumNodeRow, NetworkRow, NodeRow, PeerRow, PodRoute, PoolRow};
 use crate::tables::{Reader, Table, Waits};
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{
@@ -181,6 +181,8 @@ pub struct Parts {
     pub router: Arc<Table<Ipv4Addr, ()>>,
     /// Output: the pods with an interface.
     pub endpoints: Arc<Table<Ipv4Addr, EndpointEntry>>,
+    /// Routes to pods whose devices are up.
+    pub pod_routes: Arc<Table<Ipv4Addr, PodRoute>>,
     /// Gets where this node's pods get their addresses from.
     pub pool: Arc<Table<(), PoolRow>>,
     /// Gets what is to be written to this node's CiliumNode.

@@ -1,8 +1,10 @@
 //! Tables derived from the leases.
 
 use super::task::Task;
-use crate::tables::rows::PoolRow;
+use crate::tables::findings::Found;
+use crate::tables::rows::{NetworkRow, PodRoute, PoolRow};
 use cistern_core::ip::Family;
+use cistern_core::ipam::audit;
 use cistern_core::ipam::lease::{Attachment, DEFAULT_POOL, LeaseState, PodAttachment};
 use cistern_core::ipam::supply::GrantState;
 use cistern_core::masquerade::plan::EndpointEntry;
@@ -70,6 +72,44 @@ impl Task {
             (address, known.copied().unwrap_or_else(|| entry(ifindex, 0)))
         });
         self.parts.endpoints.publish(unrecorded.chain(recorded).collect());
+        self.publish_routes(network.rows.get(&()));
+    }
+
+    /// The routes to pods whose devices are up; a device that somebody set down stays down, and is reported.
+    fn publish_routes(&self, network: Option<&NetworkRow>) {
+        let (Some(network), Some(source)) = (network, self.leases.router().ipv4) else { return };
+        let recorded = self.leases.pods().filter_map(|lease| match &lease.state {
+            LeaseState::Confirmed { interface: PodAttachment::Pair(pair), .. } => {
+                let pod = lease.pod.as_ref().map(|pod| format!("pod {}/{}", pod.namespace, pod.name));
+                Some((lease.addresses.ipv4?, (pair.host_ifindex, pod.unwrap_or_else(|| lease.attachment.to_string()))))
+            }
+            _ => None,
+        });
+        let unrecorded = self
+            .unrecorded()
+            .into_iter()
+            .map(|(address, (link, ifindex))| (address, (ifindex, format!("the unrecorded pod of {link}"))));
+        let (mut routes, mut down) = (BTreeMap::new(), Vec::new());
+        for (address, (ifindex, pod)) in unrecorded.chain(recorded) {
+            match network.links.get(&ifindex).filter(|link| audit::is_host_side(&link.name)) {
+                Some(link) if link.up => {
+                    routes.insert(address, PodRoute { ifindex, source });
+                }
+                Some(link) => down.push(Found {
+                    reason: "pod-device-down",
+                    message: format!(
+                        "{pod} has no network: its device {name} on this node is down. It stays down until somebody runs `ip link \
+                         set {name} up`; then its route is set again",
+                        name = link.name
+                    ),
+                    subject: address.to_string(),
+                }),
+                // It is being deleted, and its route with it.
+                None => {}
+            }
+        }
+        self.parts.findings.replace("pod devices", down);
+        self.parts.pod_routes.publish(routes);
     }
 }
 

@@ -137,6 +137,7 @@ impl Rig {
             nodes: nodes.reader(),
             router: Arc::clone(&router),
             endpoints: Arc::clone(&endpoints),
+            pod_routes: Arc::new(Table::new("pod-routes")),
             pool: Arc::clone(&pool),
             intent: Arc::clone(&intent),
             waits: Waits::new(clock),

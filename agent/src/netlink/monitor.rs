@@ -101,12 +101,15 @@ fn route_row(route: &Route) -> Option<RouteRow> {
     (route.kind == RouteKind::Unicast).then_some(RouteRow { destination, ifindex: route.ifindex, gateway, source })
 }
 
-/// Publishes the network of this process's namespace at once and after each change, until cancelled.
+/// Publishes the network of this process's namespace at once and after each change, until cancelled. `reads` counts the
+/// reads: it changes with every event, also when a row was added and removed between two reads, and with changes that
+/// [`NetworkRow`] does not show.
 ///
 /// # Errors
 /// The socket for events fails, or the network cannot be read.
 pub async fn follow(
     table: Arc<Table<(), NetworkRow>>,
+    reads: Arc<Table<(), u64>>,
     port: Blocking,
     cancel: CancellationToken,
 ) -> Result<(), NetlinkError> {
@@ -118,11 +121,14 @@ pub async fn follow(
     }
     let mut handle = Handle::open()?;
     let mut buffer = Vec::new();
+    let mut count = 0_u64;
     loop {
         // Subscribe before reading, so that no change is missed.
         let (row, returned) = read_apart(&port, handle).await?;
         handle = returned;
         table.publish(BTreeMap::from([((), row)]));
+        count = count.wrapping_add(1);
+        reads.publish(BTreeMap::from([((), count)]));
         tokio::select! {
             () = cancel.cancelled() => return Ok(()),
             () = tokio::time::sleep(RESYNC) => {}

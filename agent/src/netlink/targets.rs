@@ -2,7 +2,7 @@
 
 use super::{Handle, NetlinkError, address, link, route};
 use crate::reconciler::BlockingOperations;
-use crate::tables::rows::RouteTarget;
+use crate::tables::rows::{PodRoute, RouteTarget};
 use ipnet::{IpNet, Ipv4Net};
 use nix::errno::Errno;
 use std::collections::BTreeMap;
@@ -78,6 +78,86 @@ impl BlockingOperations for Routes {
 
     fn observe(&mut self) -> Result<BTreeMap<Ipv4Net, RouteTarget>, NetlinkError> {
         Ok(self.handle.routes(Some(route::PROTOCOL_NODE))?.iter().filter_map(as_target).collect())
+    }
+}
+
+/// The routes to pods ([`route::PROTOCOL_POD`]), which the plugin creates and the kernel deletes with their devices. They are
+/// only put back: one of a pod whose ADD is still running is nobody else's to delete.
+#[derive(Debug)]
+pub struct PodRoutes {
+    handle: Handle,
+}
+
+impl PodRoutes {
+    /// Routes of the calling thread's network namespace.
+    ///
+    /// # Errors
+    /// The socket cannot be opened.
+    pub fn open() -> Result<Self, NetlinkError> {
+        Ok(Self { handle: Handle::open()? })
+    }
+}
+
+/// The route to a pod. Without `source` it does not depend on the router address.
+#[must_use]
+pub fn route_to_pod(address: Ipv4Addr, ifindex: u32, source: Option<Ipv4Addr>) -> route::Route {
+    route::Route {
+        protocol: route::PROTOCOL_POD,
+        source: source.map(IpAddr::V4),
+        ..route::Route::on_link(host(address), ifindex)
+    }
+}
+
+impl BlockingOperations for PodRoutes {
+    type Key = Ipv4Addr;
+    type Value = PodRoute;
+    type Error = NetlinkError;
+
+    fn update(&mut self, address: &Ipv4Addr, PodRoute { ifindex, source }: &PodRoute) -> Result<(), NetlinkError> {
+        // Only our own route is replaced.
+        let ours = self.handle.routes(Some(route::PROTOCOL_POD))?;
+        let replaces = ours.iter().any(|route| route.destination == host(*address));
+        let set = |source| {
+            let route = route_to_pod(*address, *ifindex, source);
+            if replaces { route::replace(&route) } else { route::add(&route) }
+        };
+        match self.handle.apply(&[set(Some(*source))]) {
+            // The router address is not on the node now. Pods need the route all the same.
+            Err(error) if error.errno() == Some(Errno::EINVAL) => {
+                self.handle.apply(&[set(None)])?;
+                Err(NetlinkError::Answer {
+                    what: format!("set route to {address}"),
+                    reason: format!("the source {source} is not on this node; the route is set without it"),
+                })
+            }
+            Err(error) if error.is_exists() => {
+                let foreign = self.handle.routes(None)?.into_iter().find(|route| route.destination == host(*address));
+                let Some(foreign) = foreign else { return Err(error) };
+                Err(NetlinkError::Answer {
+                    what: format!("set route to pod {address}"),
+                    reason: format!(
+                        "the route `{foreign} proto {}` of another program is in its place; `ip route del {foreign}` removes it",
+                        foreign.protocol
+                    ),
+                })
+            }
+            outcome => outcome,
+        }
+    }
+
+    fn delete(&mut self, _address: &Ipv4Addr) -> Result<(), NetlinkError> {
+        Ok(())
+    }
+
+    fn observe(&mut self) -> Result<BTreeMap<Ipv4Addr, PodRoute>, NetlinkError> {
+        let routes = self.handle.routes(Some(route::PROTOCOL_POD))?;
+        let row = |route: route::Route| match (route.destination, route.ifindex, route.source) {
+            (IpNet::V4(net), Some(ifindex), Some(IpAddr::V4(source))) if net.prefix_len() == 32 => {
+                Some((net.addr(), PodRoute { ifindex, source }))
+            }
+            _ => None,
+        };
+        Ok(routes.into_iter().filter_map(row).collect())
     }
 }
 

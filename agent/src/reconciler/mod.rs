@@ -12,12 +12,14 @@
 
 mod blocking;
 mod handle;
+mod kept;
 mod run;
 #[cfg(test)]
 mod tests;
 
 pub use blocking::{BlockingOperations, Offloaded};
 pub use handle::{Handle, NotRealised};
+pub use kept::{Kept, KeptError};
 pub use run::run;
 
 use crate::clock::Clock;

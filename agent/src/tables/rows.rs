@@ -280,6 +280,15 @@ pub enum RouteTarget {
     Unreachable,
 }
 
+/// The route to a pod of this node, over the host side of its pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct PodRoute {
+    /// The host side.
+    pub ifindex: u32,
+    /// Source of this node's own packets to the pod: the router address.
+    pub source: Ipv4Addr,
+}
+
 /// Content of a CiliumNode as desired by the operator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct CiliumNodeIpam {

@@ -1,5 +1,6 @@
 //! Errors and retries of operations on a target.
 pub mod backoff;
+pub mod contention;
 
 use std::time::Duration;
 

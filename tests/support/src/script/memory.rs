@@ -18,7 +18,7 @@ use cistern::app::targets::{DatapathTargets, Targets, blocking_target};
 use cistern::blocking::Blocking;
 use cistern::leases::{Host, LeaseStore};
 use cistern::reconciler::BlockingOperations;
-use cistern::tables::rows::{Hop, LinkRow, NetworkRow, RouteRow, RouteTarget};
+use cistern::tables::rows::{Hop, LinkRow, NetworkRow, PodRoute, RouteRow, RouteTarget};
 use cistern_core::ipam::audit::Namespace;
 use cistern_core::ipam::lease::{Attachment, Change, Record, RecordKey};
 use cistern_core::masquerade::plan::{AttachmentEntry, DatapathSettings, DeviceEntry, EndpointEntry, ExcludedReason};
@@ -206,6 +206,7 @@ pub(super) struct Machine {
     /// Path of the state other than leases.
     pub(super) state: tempfile::TempDir,
     routes: Rows<Ipv4Net, RouteTarget>,
+    pod_routes: Rows<Ipv4Addr, PodRoute>,
     router: Rows<Ipv4Addr, ()>,
     excluded: Rows<Ipv4Net, ExcludedReason>,
     endpoints: Rows<Ipv4Addr, EndpointEntry>,
@@ -242,6 +243,7 @@ impl Machine {
             address,
             state: state_dir()?,
             routes: Rows::default(),
+            pod_routes: Rows::default(),
             router: Rows::default(),
             excluded: Rows::default(),
             endpoints: Rows::default(),
@@ -298,6 +300,7 @@ impl Machine {
     /// Clears what a reboot clears: the kernel and `/run`. The disk is kept.
     pub(super) fn reboot(&self) {
         lock(&self.routes).clear();
+        lock(&self.pod_routes).clear();
         lock(&self.router).clear();
         lock(&self.excluded).clear();
         lock(&self.endpoints).clear();
@@ -335,6 +338,7 @@ impl Machine {
                 Box::pin(std::future::ready(Ok(hops)))
             }),
             routes: blocking_target(memory("routes", &self.routes, &gate), &port),
+            pod_routes: blocking_target(memory("pod-routes", &self.pod_routes, &gate), &port),
             router: blocking_target(memory("router", &self.router, &gate), &port),
             datapath: Some(DatapathTargets {
                 excluded: blocking_target(memory("excluded", &self.excluded, &gate), &port),
