@@ -93,6 +93,35 @@ fn the_route_to_a_pod_is_put_back_whatever_took_it() {
 }
 
 #[test]
+fn the_sysctls_of_a_pods_device_are_put_back() {
+    let rig = serving("rp-sysctl");
+    let (address, device) = pod(&rig, "cart");
+    until("the pod to talk", || talks(&rig, "cart", &address));
+    for (name, wrong, right) in [("rp_filter", "0", "1"), ("forwarding", "0", "1"), ("proxy_arp", "1", "0")] {
+        let path = format!("/proc/sys/net/ipv4/conf/{device}/{name}");
+        let value = || rig.node.run("cat", &[&path]).unwrap();
+        assert_eq!(value(), right, "{name}");
+        rig.node.run("sh", &["-c", &format!("echo {wrong} > {path}")]).unwrap();
+        until(&format!("{name} to be {right} again"), || value() == right);
+    }
+}
+
+#[test]
+fn the_router_answers_a_pod_that_lost_its_neighbours_whatever_arp_ignore_says() {
+    let rig = serving("rp-arp");
+    let (address, _) = pod(&rig, "cart");
+    for value in ["0", "1", "2", "8"] {
+        rig.node.run("sh", &["-c", &format!("echo {value} > /proc/sys/net/ipv4/conf/all/arp_ignore")]).unwrap();
+        let pod = rig.node.existing_pod("cart");
+        pod.run("ip", &["neigh", "flush", "all", "nud", "permanent"]).unwrap();
+        pod.run("ip", &["neigh", "flush", "all"]).unwrap();
+        let shown = pod.run("ip", &["neigh", "show", "nud", "permanent"]).unwrap();
+        assert_eq!(shown, "", "the pod has forgotten the router");
+        until(&format!("the pod to talk with arp_ignore {value}"), || talks(&rig, "cart", &address));
+    }
+}
+
+#[test]
 fn an_agent_without_its_pins_ends_and_the_next_one_masquerades_again() {
     let mut rig = serving("rp-pins");
     let (address, _) = pod(&rig, "cart");

@@ -8,8 +8,9 @@
 //! ```
 //!
 //! The router address itself is on the node's loopback device. The pod has a permanent neighbour entry for it, so none
-//! of its packets waits for ARP and the host's `arp_ignore` does not matter. The node resolves the pod by ARP, because
-//! the pod's hardware address may be changed, as the chained plugin `tuning` does.
+//! of its packets waits for ARP; if that is flushed, the node answers for the router whatever its `arp_ignore` is
+//! ([`link::HOST_SIDE`]). The node resolves the pod by ARP, because the pod's hardware address may be changed, as the chained
+//! plugin `tuning` does.
 
 use crate::netlink::namespace::Namespace;
 use crate::netlink::targets::route_to_pod;
@@ -160,22 +161,10 @@ impl Ends {
         address: Ipv4Addr,
         router: Ipv4Addr,
     ) -> Result<(), NetlinkError> {
-        use link::Ipv4Setting::{AcceptRedirects, AcceptSourceRoute, Forwarding, ProxyArp, ReversePathFilter};
         let to_pod = route_to_pod(address, ifindex, Some(router));
         let outcomes = self.host.apply_each(&[
             link::no_ipv6_link_local(ifindex),
-            link::set_ipv4(
-                ifindex,
-                &[
-                    (Forwarding, 1),
-                    (ProxyArp, 0),
-                    (AcceptRedirects, 0),
-                    (AcceptSourceRoute, 0),
-                    // Strict: a packet is accepted only if its source is routed to this device, so a pod can only send
-                    // with its own address. The kernel uses the larger of this and `all`, and 2 is loose.
-                    (ReversePathFilter, 1),
-                ],
-            ),
+            link::set_ipv4(ifindex, &link::HOST_SIDE),
             link::up(ifindex),
             route::replace(&to_pod),
         ])?;

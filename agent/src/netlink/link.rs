@@ -4,9 +4,10 @@ use super::{Handle, Mac, NetlinkError, Request};
 use netlink_packet_core::{DefaultNla, Emitable, NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::link::{
-    AfSpecInet, AfSpecInet6, AfSpecUnspec, In6AddrGenMode, InfoData, InfoKind, InfoVeth, LinkAttribute, LinkExtentMask,
-    LinkFlags, LinkInfo, LinkMessage, State,
+    AfSpecInet, AfSpecInet6, AfSpecUnspec, In6AddrGenMode, InetDevConf, InfoData, InfoKind, InfoVeth, LinkAttribute,
+    LinkExtentMask, LinkFlags, LinkInfo, LinkMessage, State,
 };
+use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
@@ -167,6 +168,37 @@ pub enum Ipv4Setting {
     ReversePathFilter = 8,
     /// `accept_source_route`
     AcceptSourceRoute = 9,
+    /// `arp_ignore`
+    ArpIgnore = 19,
+}
+
+/// The sysctls of the node's side of a pod's pair.
+pub const HOST_SIDE: [(Ipv4Setting, u32); 6] = [
+    (Ipv4Setting::Forwarding, 1),
+    (Ipv4Setting::ProxyArp, 0),
+    (Ipv4Setting::AcceptRedirects, 0),
+    (Ipv4Setting::AcceptSourceRoute, 0),
+    // Strict: a packet is accepted only if its source is routed to this device, so a pod can only send with its own address.
+    // The kernel uses the larger of this and `all`, and 2 is loose.
+    (Ipv4Setting::ReversePathFilter, 1),
+    // The router address, which is on the loopback device, is answered to the pod. The kernel uses the larger of this and
+    // `all`, and takes a number that it does not know (`arp_ignore` of `net/ipv4/arp.c`) for "ignore nothing".
+    (Ipv4Setting::ArpIgnore, 9),
+];
+
+/// The IPv4 sysctls of a device that [`HOST_SIDE`] names, in its order.
+fn host_side_settings(conf: &InetDevConf) -> [u32; HOST_SIDE.len()] {
+    HOST_SIDE.map(|(setting, _)| {
+        let value = match setting {
+            Ipv4Setting::Forwarding => conf.forwarding,
+            Ipv4Setting::ProxyArp => conf.proxy_arp,
+            Ipv4Setting::AcceptRedirects => conf.accept_redirects,
+            Ipv4Setting::ReversePathFilter => conf.rp_filter,
+            Ipv4Setting::AcceptSourceRoute => conf.accept_source_route,
+            Ipv4Setting::ArpIgnore => conf.arp_ignore,
+        };
+        value.cast_unsigned()
+    })
 }
 
 /// `IFLA_INET_CONF`, of which the packet crate omits zero values.
@@ -227,6 +259,27 @@ impl Handle {
         self.dump(&RouteNetlinkMessage::GetLink(question()), "list network devices", |message| {
             as_link(message).into_iter().collect()
         })
+    }
+
+    /// The indexes of the devices whose IPv4 sysctls are those of [`HOST_SIDE`].
+    ///
+    /// # Errors
+    /// The list cannot be read.
+    pub fn host_sides(&mut self) -> Result<BTreeSet<u32>, NetlinkError> {
+        let wanted = HOST_SIDE.map(|(_, value)| value);
+        let is_one = |attribute: &LinkAttribute| {
+            let LinkAttribute::AfSpecUnspec(families) = attribute else { return false };
+            families.iter().any(|family| {
+                let AfSpecUnspec::Inet(inet) = family else { return false };
+                inet.iter().any(|one| matches!(one, AfSpecInet::DevConf(conf) if host_side_settings(conf) == wanted))
+            })
+        };
+        let found =
+            self.dump(&RouteNetlinkMessage::GetLink(question()), "list network devices", |message| match message {
+                RouteNetlinkMessage::NewLink(link) if link.attributes.iter().any(is_one) => vec![link.header.index],
+                _ => Vec::new(),
+            })?;
+        Ok(found.into_iter().collect())
     }
 
     /// The device of this name, if it exists.

@@ -25,9 +25,10 @@ pub const SETTLE: Duration = Duration::from_millis(50);
 /// Interval of complete reads in the absence of events.
 pub const RESYNC: Duration = Duration::from_secs(300);
 
-/// `RTNLGRP_LINK`, `RTNLGRP_IPV4_IFADDR`, `RTNLGRP_IPV4_ROUTE`, `RTNLGRP_IPV4_RULE`, `RTNLGRP_IPV6_IFADDR` of
-/// `linux/rtnetlink.h`.
-const GROUPS: [u32; 5] = [1, 5, 7, 8, 9];
+/// `RTNLGRP_LINK`, `RTNLGRP_IPV4_IFADDR`, `RTNLGRP_IPV4_ROUTE`, `RTNLGRP_IPV4_RULE`, `RTNLGRP_IPV6_IFADDR`,
+/// `RTNLGRP_IPV4_NETCONF` of `linux/rtnetlink.h`. The last one has the changes of `forwarding`, `rp_filter` and `proxy_arp`; of
+/// other sysctls the kernel tells nothing.
+const GROUPS: [u32; 6] = [1, 5, 7, 8, 9, 24];
 
 /// An address that only a default route leads to on any but its own network. Nothing is sent to it: the kernel is asked
 /// for its route.

@@ -81,8 +81,8 @@ impl BlockingOperations for Routes {
     }
 }
 
-/// The routes to pods ([`route::PROTOCOL_POD`]), which the plugin creates and the kernel deletes with their devices. They are
-/// only put back: one of a pod whose ADD is still running is nobody else's to delete.
+/// The routes to pods ([`route::PROTOCOL_POD`]) and the sysctls of their devices ([`link::HOST_SIDE`]), which the plugin sets
+/// and which go with the devices. They are only put back: one of a pod whose ADD is still running is nobody else's to delete.
 #[derive(Debug)]
 pub struct PodRoutes {
     handle: Handle,
@@ -114,6 +114,7 @@ impl BlockingOperations for PodRoutes {
     type Error = NetlinkError;
 
     fn update(&mut self, address: &Ipv4Addr, PodRoute { ifindex, source }: &PodRoute) -> Result<(), NetlinkError> {
+        self.handle.apply(&[link::set_ipv4(*ifindex, &link::HOST_SIDE)])?;
         // Only our own route is replaced.
         let ours = self.handle.routes(Some(route::PROTOCOL_POD))?;
         let replaces = ours.iter().any(|route| route.destination == host(*address));
@@ -151,8 +152,11 @@ impl BlockingOperations for PodRoutes {
 
     fn observe(&mut self) -> Result<BTreeMap<Ipv4Addr, PodRoute>, NetlinkError> {
         let routes = self.handle.routes(Some(route::PROTOCOL_POD))?;
+        let complete = self.handle.host_sides()?;
         let row = |route: route::Route| match (route.destination, route.ifindex, route.source) {
-            (IpNet::V4(net), Some(ifindex), Some(IpAddr::V4(source))) if net.prefix_len() == 32 => {
+            (IpNet::V4(net), Some(ifindex), Some(IpAddr::V4(source)))
+                if net.prefix_len() == 32 && complete.contains(&ifindex) =>
+            {
                 Some((net.addr(), PodRoute { ifindex, source }))
             }
             _ => None,
