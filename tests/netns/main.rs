@@ -15,6 +15,7 @@ mod cni;
 mod kill;
 mod lab;
 mod netlink;
+mod overlap;
 mod process;
 mod repair;
 mod restart;

@@ -214,8 +214,11 @@ fn invalid_settings_exit_with_64_and_name_the_remedy() {
     let rig = Rig::new("p-settings");
     rig.write_kubeconfig();
     for (settings, words) in [
-        (&["--cluster-pool-ipv4-cidr", "172.29.0.0/16"][..], &["172.29.8.0/24", "eth0", "cluster-pool-ipv4-cidr"][..]),
-        (&["--cluster-pool-ipv4-cidr", "10.244/16"], &["cluster-pool-ipv4-cidr", "10.244/16"]),
+        (&["--cluster-pool-ipv4-cidr", "10.244/16"][..], &["cluster-pool-ipv4-cidr", "10.244/16"][..]),
+        (
+            &["--cluster-pool-ipv4-cidr", "10.244.0.0/16", "--service-cidr", "10.244.96.0/20"],
+            &["10.244.96.0/20", "service-cidr"],
+        ),
         (&["--cluster-pool-ipv4-mask-size", "31"], &["mask", "31"]),
         (&["--ipam", "clusterpool"], &["ipam", "clusterpool"]),
     ] {

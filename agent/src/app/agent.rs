@@ -2,7 +2,7 @@
 
 use super::agent_role::{self, Agent, Shared};
 use super::operator_role::Operator;
-use super::{Refused, host, kernel, operator, signals, uninstall};
+use super::{host, kernel, operator, signals, uninstall};
 use crate::api::server;
 use crate::blocking::Ports;
 use crate::clock::{self, Clock};
@@ -13,8 +13,7 @@ use crate::state::remembered::{self, unreadable};
 use crate::state::{BootMarker, KeptLeases, LeaseFiles, ServedMarker, StateDir};
 use anyhow::Context;
 use cistern_core::ipam::lease::{Change, RecordTimes};
-use cistern_core::settings::{IpamMode, Settings};
-use ipnet::IpNet;
+use cistern_core::settings::Settings;
 use jiff::Timestamp;
 use std::path::Path;
 use std::sync::Arc;
@@ -38,7 +37,6 @@ async fn run_until(settings: Settings, cancel: CancellationToken) -> anyhow::Res
         lock = state.lock() => lock.context(stopped)?,
         () = cancel.cancelled() => return Ok(()),
     };
-    refuse_overlaps(&settings)?;
 
     let client = crate::kubernetes::client::connect(
         settings.kubeconfig_path.as_deref(),
@@ -158,21 +156,6 @@ async fn mark_boot(marker: BootMarker, began: Timestamp, endpoints: Endpoints) {
         tracing::error!(%error, "the boot marker is not written: the next start repeats the cleanup after the reboot");
     }
     std::future::pending::<()>().await;
-}
-
-/// `architecture` decision 12: a pool that overlaps the node's own network disconnects the node (`ipam` 7.1, report 5).
-fn refuse_overlaps(settings: &Settings) -> anyhow::Result<()> {
-    if settings.ipam != IpamMode::ClusterPool {
-        return Ok(());
-    }
-    let network = kernel::network_now()?;
-    let ranges: Vec<IpNet> = settings.cluster_pool_ipv4.iter().copied().map(IpNet::V4).collect();
-    match network.overlaps(&ranges).first() {
-        None => Ok(()),
-        Some(overlap) => {
-            Err(Refused(format!("cluster-pool-ipv4-cidr: {overlap}; nothing was started or changed")).into())
-        }
-    }
 }
 
 /// Lease files as the lease owner's store.

@@ -10,7 +10,7 @@ use crate::netlink::{Handle, NetlinkError, link, monitor};
 use crate::reconciler::BlockingOperations as _;
 use crate::tables::Table;
 use crate::tables::findings::{Findings, Found};
-use crate::tables::rows::{Hop, NetworkRow};
+use crate::tables::rows::Hop;
 use anyhow::{Context, bail};
 use cistern_core::settings::Settings;
 use serde_json::{Value, json};
@@ -222,14 +222,6 @@ fn hops(handle: &mut Handle, destinations: &[Ipv4Addr]) -> Result<BTreeMap<Ipv4A
         }
     }
     Ok(found)
-}
-
-/// The current devices and routes of this node.
-///
-/// # Errors
-/// The kernel's error.
-pub fn network_now() -> anyhow::Result<NetworkRow> {
-    Ok(monitor::read(&mut Handle::open()?)?)
 }
 
 const RESERVED_PORTS: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";

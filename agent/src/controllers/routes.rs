@@ -13,7 +13,7 @@ struct Surroundings {
     node: String,
     /// `auto-direct-node-routes`
     direct: bool,
-    /// The pod CIDR that this node serves.
+    /// The pod CIDR that this node serves, unless it is kept out of the kernel.
     own: Option<Ipv4Net>,
 }
 
@@ -136,7 +136,7 @@ pub async fn run(
         let pool_now = pool.snapshot();
         // Without the pod CIDR, which may only not be known yet, routes would be removed that pods need.
         if pool_now.synced {
-            let own = pool_now.rows.get(&()).map(|pool| pool.pod_cidr);
+            let own = pool_now.rows.get(&()).filter(|pool| !pool.kept_out).map(|pool| pool.pod_cidr);
             let around = Surroundings { node: node.clone(), direct, own };
             let plan = match planned.take() {
                 Some((then, before, mut plan)) if then == around => {

@@ -25,6 +25,7 @@ impl Task {
         let pool = served.and_then(|grant| match grant.net {
             IpNet::V4(pod_cidr) => Some(PoolRow {
                 pod_cidr,
+                kept_out: network.rows.get(&()).is_some_and(|seen| self.is_kept_out(&grant.net, seen)),
                 blocked: supply.blocked(DEFAULT_POOL, Family::Ipv4).map(str::to_owned),
                 leaving: grant.state == GrantState::Draining,
                 on_disk: !owes_grant,
@@ -32,13 +33,15 @@ impl Task {
             IpNet::V6(_) => None,
         });
         if pool.is_some() || is_known {
-            self.parts.pool.publish(pool.map(|row| ((), row)).into_iter().collect());
+            self.parts.pool.publish(pool.clone().map(|row| ((), row)).into_iter().collect());
         }
         // Others would write down what a restart may undo; until it is on disk they keep what was there.
         if !owes_grant {
             let intent = self.plan.as_ref().and_then(|plan| plan.write.clone());
             self.parts.intent.publish(intent.map(|intent| ((), intent)).into_iter().collect());
-            if let Some(router) = self.leases.router().ipv4 {
+            if pool.as_ref().is_some_and(|pool| pool.kept_out) {
+                self.parts.router.publish(BTreeMap::new());
+            } else if let Some(router) = self.leases.router().ipv4 {
                 self.parts.router.publish(BTreeMap::from([(router, ())]));
             } else if is_known && network.synced {
                 // Records may have been lost: what a pod routes by is not taken from it.

@@ -4,6 +4,7 @@ use super::task::Task;
 use crate::tables::findings::Found;
 use crate::tables::rows::NetworkRow;
 use cistern_core::ip::Family;
+use cistern_core::ipam::Overlap;
 use cistern_core::ipam::audit::{self, HostLink};
 use cistern_core::ipam::lease::{
     Accepted, DEFAULT_POOL, Exclusion, LeaseState, Outcome, PodAttachment, RecordKey, Surroundings,
@@ -135,7 +136,7 @@ impl Task {
             kubernetes_node,
             listed_elsewhere: &|net| cilium_nodes.synced && self.others.lists(name, net),
             contested: &|net| self.others.contest(name, net),
-            overlapping: &|net| network.overlaps(&[*net]).into_iter().next(),
+            covering: &|net| network.overlaps(&[*net]).into_iter().find(Overlap::covers),
         };
         self.parts.mode.plan(&input, self.parts.wall.now())
     }
@@ -161,14 +162,21 @@ impl Task {
             self.parts.waits.begin(name, reason.clone(), None);
         }
         self.waiting = plan.waits.keys().copied().collect();
-        self.parts.findings.replace(
-            "pool",
-            plan.findings.iter().map(|finding| Found {
-                reason: finding.reason,
-                subject: finding.subject.clone(),
-                message: finding.message.clone(),
-            }),
-        );
+        let planned = plan.findings.iter().map(|finding| Found {
+            reason: finding.reason,
+            subject: finding.subject.clone(),
+            message: finding.message.clone(),
+        });
+        let network = self.parts.network.peek();
+        let overlaps = network.rows.get(&()).map(|seen| self.partial_overlaps(seen)).unwrap_or_default();
+        let overlaps = overlaps.into_iter().map(|Overlap { pods, network, what }| Found {
+            reason: "pod-cidr-overlap",
+            subject: network.to_string(),
+            message: format!(
+                "{network} ({what}) is inside the pod CIDR {pods}: its addresses are not allocated, and pods that have one keep it"
+            ),
+        });
+        self.parts.findings.replace("pool", planned.chain(overlaps));
     }
 
     /// The surroundings of the pods, from the current tables.
@@ -193,9 +201,25 @@ impl Task {
         let ipv4 = |router| Addresses { ipv4: Some(router), ipv6: None };
         Surroundings {
             exclusions,
+            networks: self.partial_overlaps(seen).into_iter().map(|overlap| (overlap.network, overlap.what)).collect(),
             configured_router: Addresses { ipv4: self.parts.configured_router, ipv6: None },
             seen_routers: self.routers_of_pods(seen).into_iter().chain(published).chain(annotated).map(ipv4).collect(),
         }
+    }
+
+    /// The networks of this node inside the pod CIDR that it serves.
+    fn partial_overlaps(&self, seen: &NetworkRow) -> Vec<Overlap> {
+        let served: Vec<IpNet> = self.leases.supply().grants().map(|grant| grant.net).collect();
+        let mut overlaps = seen.overlaps(&served);
+        overlaps.retain(|overlap| !overlap.covers());
+        overlaps
+    }
+
+    /// Whether a network of this node covers a pod CIDR whose addresses nothing holds. Nothing of it is set in the kernel: its
+    /// routes could cut the node off from its neighbours.
+    pub(super) fn is_kept_out(&self, net: &IpNet, seen: &NetworkRow) -> bool {
+        let is_held = self.held_now().is_none_or(|held| held.iter().any(|address| net.contains(address)));
+        !is_held && seen.overlaps(&[*net]).iter().any(Overlap::covers)
     }
 
     /// The router addresses that pods use, as the kernel shows: the sources of the routes to them. They are known even when

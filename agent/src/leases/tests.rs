@@ -254,7 +254,7 @@ fn pod(address: Ipv4Addr, router: Option<Ipv4Addr>) -> NetworkRow {
         mac: Vec::new(),
         addresses: Vec::new(),
     };
-    let route = RouteRow { destination: address.into(), ifindex: Some(7), gateway: None, source: router };
+    let route = RouteRow { destination: address.into(), ifindex: Some(7), gateway: None, source: router, ours: true };
     NetworkRow { links: BTreeMap::from([(7, link)]), routes: vec![route], ..NetworkRow::default() }
 }
 

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
-use super::route::{Route, RouteKind};
+use super::route::{PROTOCOL_NODE, PROTOCOL_POD, Route, RouteKind};
 
 /// Changes within this time after the first are read together.
 pub const SETTLE: Duration = Duration::from_millis(50);
@@ -99,7 +99,14 @@ fn route_row(route: &Route) -> Option<RouteRow> {
         _ => None,
     };
     let (gateway, source) = (ipv4(route.gateway), ipv4(route.source));
-    (route.kind == RouteKind::Unicast).then_some(RouteRow { destination, ifindex: route.ifindex, gateway, source })
+    let ours = [PROTOCOL_NODE, PROTOCOL_POD].contains(&route.protocol);
+    (route.kind == RouteKind::Unicast).then_some(RouteRow {
+        destination,
+        ifindex: route.ifindex,
+        gateway,
+        source,
+        ours,
+    })
 }
 
 /// Publishes the network of this process's namespace at once and after each change, until cancelled. `reads` counts the

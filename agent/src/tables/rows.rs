@@ -7,7 +7,7 @@ use cistern_core::ipam::{Overlap, find_overlaps};
 use ipnet::{IpNet, Ipv4Net};
 use jiff::Timestamp;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
 
 /// Names an object of a namespaced kind.
@@ -139,6 +139,8 @@ pub struct RouteRow {
     pub gateway: Option<Ipv4Addr>,
     /// Preferred source address.
     pub source: Option<Ipv4Addr>,
+    /// Cistern set it.
+    pub ours: bool,
 }
 
 /// The kernel's answer to where a packet of this node to an IPv4 address goes: rules, tables, metrics and next hops that
@@ -177,23 +179,35 @@ impl NetworkRow {
         hop.mtu.or_else(|| Some(self.links.get(&hop.ifindex)?.mtu))
     }
 
-    /// The node's own networks that overlap one of these ranges. A /32 is not a network. The loopback device has the
-    /// router address; if another device has it, too, that is a bridge of a plugin that uses us for IPAM, and its
-    /// network is the pod CIDR.
+    /// The node's own networks that overlap one of these pod CIDRs (`ipam` decision 17): those of its devices' addresses, and
+    /// destinations of routes of others inside a pod CIDR. A /32 is not a network. The loopback device has the router
+    /// address; if another device has it, too, that is a bridge of a plugin that uses us for IPAM, and its network is the
+    /// pod CIDR.
     #[must_use]
-    pub fn overlaps(&self, ranges: &[IpNet]) -> Vec<Overlap> {
-        let (loopback, others): (Vec<_>, Vec<_>) = self.links.values().partition(|link| link.loopback);
+    pub fn overlaps(&self, pod_cidrs: &[IpNet]) -> Vec<Overlap> {
+        let (loopback, others): (Vec<_>, Vec<_>) = self.links.iter().partition(|(_, link)| link.loopback);
         let is_router = |address: &IpNet| {
-            loopback.iter().flat_map(|link| &link.addresses).any(|router| router.addr() == address.addr())
+            loopback.iter().flat_map(|(_, link)| &link.addresses).any(|router| router.addr() == address.addr())
         };
-        let networks: Vec<(IpNet, String)> = others
-            .iter()
-            .flat_map(|link| {
-                link.addresses.iter().map(|address| (*address, format!("device {} of this node", link.name)))
-            })
-            .filter(|(address, _)| address.prefix_len() < address.max_prefix_len() && !is_router(address))
-            .collect();
-        find_overlaps(ranges, &networks)
+        let (bridges, others): (Vec<_>, Vec<_>) =
+            others.into_iter().partition(|(_, link)| link.addresses.iter().any(is_router));
+        let name =
+            |ifindex: u32| self.links.get(&ifindex).map_or_else(|| ifindex.to_string(), |link| link.name.clone());
+        let of_addresses = others.iter().flat_map(|(_, link)| {
+            link.addresses.iter().map(|address| (*address, format!("device {} of this node", link.name)))
+        });
+        let of_routes = self.routes.iter().filter_map(|route| {
+            let ifindex = route.ifindex.filter(|ifindex| bridges.iter().all(|(bridge, _)| *bridge != ifindex))?;
+            let destination = IpNet::V4(route.destination);
+            let inside = pod_cidrs.iter().any(|pods| pods.contains(&destination));
+            (!route.ours && inside).then(|| (destination, format!("a route by device {}", name(ifindex))))
+        });
+        let mut networks: Vec<(IpNet, String)> =
+            of_addresses.chain(of_routes).filter(|(net, _)| net.prefix_len() < net.max_prefix_len()).collect();
+        // A connected route says what the address says.
+        let mut seen = BTreeSet::new();
+        networks.retain(|(net, _)| seen.insert(net.trunc()));
+        find_overlaps(pod_cidrs, &networks)
     }
 }
 
@@ -231,13 +245,15 @@ pub struct PoolRow {
     pub leaving: bool,
     /// A restart would serve from it, too.
     pub on_disk: bool,
+    /// A network of this node covers it, and no pod has an address of it: nothing of it is set in the kernel.
+    pub kept_out: bool,
 }
 
 impl PoolRow {
     /// A pod CIDR that is on disk, and about which there is nothing else to say.
     #[must_use]
     pub fn new(pod_cidr: Ipv4Net) -> Self {
-        Self { pod_cidr, blocked: None, leaving: false, on_disk: true }
+        Self { pod_cidr, blocked: None, leaving: false, on_disk: true, kept_out: false }
     }
 }
 
@@ -364,9 +380,30 @@ mod tests {
             links: BTreeMap::from([(2, link("cni0", false, &["10.244.1.7/24"]))]),
             ..NetworkRow::default()
         };
-        let ranges = ["10.244.0.0/16".parse().unwrap()];
-        assert_eq!(network.overlaps(&ranges).len(), 1);
+        let pod_cidrs = ["10.244.1.0/24".parse().unwrap()];
+        let found = |network: &NetworkRow| -> Vec<String> {
+            network
+                .overlaps(&pod_cidrs)
+                .into_iter()
+                .map(|overlap| format!("{} {}", overlap.network, overlap.what))
+                .collect()
+        };
+        assert_eq!(found(&network), ["10.244.1.0/24 device cni0 of this node"]);
+        let route = |destination: &str, ifindex| RouteRow {
+            destination: destination.parse().unwrap(),
+            ifindex: Some(ifindex),
+            gateway: None,
+            source: None,
+            ours: false,
+        };
+        network.routes = vec![route("10.244.1.0/24", 2)];
+        assert_eq!(found(&network).len(), 1, "the route of that network");
         network.links.insert(1, link("lo", true, &["127.0.0.1/8", "10.244.1.7/32"]));
-        assert_eq!(network.overlaps(&ranges), []);
+        assert!(found(&network).is_empty());
+        // Inside the pod CIDR, and only there.
+        network.links.insert(3, link("tun0", false, &["192.0.2.1/24"]));
+        network.routes.extend([route("10.244.1.64/26", 3), route("10.0.0.0/8", 3), route("0.0.0.0/0", 3)]);
+        network.routes.extend([route("10.244.1.9/32", 3), RouteRow { ours: true, ..route("10.244.1.128/26", 3) }]);
+        assert_eq!(found(&network), ["10.244.1.64/26 a route by device tun0"]);
     }
 }

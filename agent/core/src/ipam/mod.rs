@@ -29,8 +29,8 @@ fn later(from: Timestamp, by: Duration) -> Timestamp {
     from.checked_add(by).unwrap_or(Timestamp::MAX)
 }
 
-/// A pod range that overlaps a network in use (`architecture` decision 12). Packets to one of the two would be
-/// misrouted, so the start is refused.
+/// A pod range that overlaps a network in use (`ipam` decision 17). Packets to one of the two would be misrouted: no address
+/// that both have is allocated.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("pod range {pods} overlaps with {network} ({what}); choose another range for the pods, or for the other")]
 pub struct Overlap {
@@ -40,6 +40,14 @@ pub struct Overlap {
     pub network: IpNet,
     /// Description of the other network, such as `eth0 of this node` or `service-cidr`.
     pub what: String,
+}
+
+impl Overlap {
+    /// Whether no address of the pod range is outside of the other network.
+    #[must_use]
+    pub fn covers(&self) -> bool {
+        self.network.contains(&self.pods)
+    }
 }
 
 /// All pairs of a pod range and another network that overlap. Other networks are those of the nodes (each address with

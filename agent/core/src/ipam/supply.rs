@@ -189,6 +189,9 @@ pub trait Allocator: fmt::Debug + Send {
     /// The address is allocated or excluded already. Its quarantine, if any, ends.
     fn exclude(&mut self, address: IpAddr, label: &str) -> Result<(), AddressError>;
 
+    /// Keeps the addresses of a network from being allocated, under a label. Those that are allocated stay so.
+    fn exclude_net(&mut self, net: &IpNet, label: &str);
+
     /// Allocates a free address to `owner`, chosen by the random number `draw`. When none is free, the one that has been in
     /// quarantine longest.
     ///
@@ -311,6 +314,13 @@ impl Pools {
     pub fn with(&mut self, address: IpAddr) -> Option<&mut (dyn Allocator + 'static)> {
         let mut members = self.pools.values_mut().flatten();
         members.find(|member| member.allocator.usable(address)).map(|member| &mut *member.allocator)
+    }
+
+    /// Keeps the addresses of a network from being allocated.
+    pub fn exclude_net(&mut self, net: &IpNet, label: &str) {
+        for member in self.pools.values_mut().flatten() {
+            member.allocator.exclude_net(net, label);
+        }
     }
 
     /// Frees all addresses whose quarantine has ended.

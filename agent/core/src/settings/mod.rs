@@ -162,7 +162,8 @@ settings! {
     /// Also write the pod CIDR and the router address to annotations of the Node (`network.cilium.io/…`).
     "annotate-k8s-node" annotate_k8s_node: bool = false;
     /// CIDRs of the pool that the nodes' pod CIDRs are allocated from, in order of use. CIDRs may be added, but not
-    /// changed or removed while in use. Must not overlap the nodes' network.
+    /// changed or removed while in use. Addresses that a network of a node has, too, are not
+    /// allocated on that node.
     "cluster-pool-ipv4-cidr" cluster_pool_ipv4: Vec<Ipv4Net> = default_pool();
     /// Prefix length of each node's pod CIDR, at most 30. A /24 has 254 addresses, two of which are not available to
     /// pods.

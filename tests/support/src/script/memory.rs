@@ -405,6 +405,7 @@ impl Machine {
             ifindex: Some(*ifindex),
             gateway: None,
             source: router,
+            ours: true,
         });
         let net = network_of(self.address);
         let gateway = net.hosts().next_back();
@@ -413,6 +414,7 @@ impl Machine {
             ifindex: Some(DEVICE),
             gateway,
             source,
+            ours: false,
         };
         NetworkRow {
             links: [

@@ -30,6 +30,8 @@ pub struct Exclusion {
 pub struct Surroundings {
     /// Addresses that must not be allocated to pods.
     pub exclusions: Vec<Exclusion>,
+    /// Networks of the node inside a pod CIDR, each with a label: their addresses are not allocated.
+    pub networks: Vec<(IpNet, String)>,
     /// `local-router-ipv4` and `-ipv6`: used unchanged, inside or outside the pod CIDR.
     pub configured_router: Addresses,
     /// Router addresses found outside our records, the most trusted first: the host's device before `CiliumInternalIP`
@@ -198,6 +200,7 @@ impl Leases {
         for family in [Family::Ipv4, Family::Ipv6] {
             self.choose_router(family, now, draw, &mut findings, &mut changes);
         }
+        self.exclude_networks();
         Outcome { answer: Accepted { findings, still_held }, changes }
     }
 
@@ -283,6 +286,13 @@ impl Leases {
             {
                 findings.push(Finding::OutsidePodCidr { holder, address, net });
             }
+        }
+    }
+
+    /// Keeps the addresses of the node's networks from being allocated.
+    pub(super) fn exclude_networks(&mut self) {
+        for (net, label) in self.surroundings.iter().flat_map(|around| &around.networks) {
+            self.pools.exclude_net(net, label);
         }
     }
 

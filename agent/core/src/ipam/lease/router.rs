@@ -58,6 +58,8 @@ impl Leases {
                 Err(reason) => refused = refused.or(Some((*address, reason))),
             }
         }
+        // The router that pods use stays, even if a network of the node has its address by now.
+        self.exclude_networks();
         let address = match chosen {
             Some(address) => Ok(address),
             None => self.pools.allocate_one(DEFAULT_POOL, family, ROUTER, now, draw).and_then(|address| {

@@ -37,7 +37,7 @@ impl Leases {
     fn set_network(&mut self, network: Network, now: Timestamp, draw: u64) -> Outcome<Vec<Finding>> {
         let Network { ipv4, ipv6, exclusions, configured_router, seen_routers } = network;
         let nets = ipv4.map(IpNet::V4).into_iter().chain(ipv6.map(IpNet::V6));
-        let surroundings = Surroundings { exclusions, configured_router, seen_routers };
+        let surroundings = Surroundings { exclusions, configured_router, seen_routers, ..Surroundings::default() };
         let Outcome { answer, changes } =
             self.set_supply(Supply::of_grants(nets.map(Grant::new)), surroundings, now, draw);
         Outcome { answer: answer.findings, changes }

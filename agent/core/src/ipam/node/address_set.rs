@@ -3,6 +3,7 @@
 use super::bookings::Bookings;
 use super::pod_cidr::{AddressError, Usage};
 use crate::ipam::supply::Allocator;
+use ipnet::IpNet;
 use jiff::Timestamp;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -35,12 +36,20 @@ impl Allocator for AddressSet {
         if self.usable(address) { self.bookings.exclude(address, address, label) } else { Ok(()) }
     }
 
+    fn exclude_net(&mut self, net: &IpNet, label: &str) {
+        let inside: Vec<IpAddr> = self.addresses.iter().copied().filter(|address| net.contains(address)).collect();
+        for address in inside {
+            // One that is allocated stays so.
+            let _ = self.exclude(address, label);
+        }
+    }
+
     fn allocate_next(&mut self, owner: &str, now: Timestamp, draw: u64) -> Result<IpAddr, AddressError> {
         self.expire(now);
         let start = usize::try_from(draw % (self.addresses.len().max(1) as u64)).unwrap_or_default();
         let mut from_there = self.addresses.iter().cycle().skip(start).take(self.addresses.len());
         let free = from_there.find(|address| self.bookings.is_free(address)).copied();
-        let address = free.or_else(|| self.bookings.longest_quarantined());
+        let address = free.or_else(|| self.bookings.longest_quarantined(|_| true));
         let address = address.ok_or_else(|| AddressError::PoolFull { usage: self.usage() })?;
         self.bookings.hold(address, owner);
         Ok(address)

@@ -110,10 +110,10 @@ impl<P: Ord + Copy> Bookings<P> {
         usage
     }
 
-    pub(super) fn longest_quarantined(&self) -> Option<P> {
+    pub(super) fn longest_quarantined(&self, may_be_used: impl Fn(&P) -> bool) -> Option<P> {
         let quarantined = self.booked.iter().filter_map(|(position, booking)| match booking {
-            Booking::Quarantined { since, .. } => Some((*since, *position)),
-            Booking::Held(_) | Booking::Excluded(_) => None,
+            Booking::Quarantined { since, .. } if may_be_used(position) => Some((*since, *position)),
+            Booking::Held(_) | Booking::Excluded(_) | Booking::Quarantined { .. } => None,
         });
         quarantined.min().map(|(_, position)| position)
     }

@@ -568,7 +568,7 @@ mod tests {
                 kubernetes_node: Observed::Unknown,
                 listed_elsewhere: &|_| true,
                 contested: &|_| None,
-                overlapping: &|_| None,
+                covering: &|_| None,
             };
             mode.plan(&input, Timestamp::UNIX_EPOCH)
         };
@@ -593,7 +593,7 @@ mod tests {
                 kubernetes_node: Observed::Unknown,
                 listed_elsewhere: &|_| false,
                 contested: &|_| None,
-                overlapping: &|_| None,
+                covering: &|_| None,
             };
             mode.plan(&input, Timestamp::UNIX_EPOCH)
         };

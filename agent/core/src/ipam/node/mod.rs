@@ -103,8 +103,9 @@ pub struct NodeInput<'a> {
     pub listed_elsewhere: &'a dyn Fn(&IpNet) -> bool,
     /// The other node whose pod CIDR overlaps with this one, by what is known of the cluster.
     pub contested: &'a dyn Fn(&IpNet) -> Option<Contested>,
-    /// The network of this node that overlaps with this pod CIDR.
-    pub overlapping: &'a dyn Fn(&IpNet) -> Option<Overlap>,
+    /// The network of this node that covers the whole of this pod CIDR. A smaller one only keeps its own addresses from
+    /// being allocated.
+    pub covering: &'a dyn Fn(&IpNet) -> Option<Overlap>,
 }
 
 impl NodeInput<'_> {
@@ -114,7 +115,7 @@ impl NodeInput<'_> {
         if let Some(contested) = (self.contested)(net) {
             return Some(contested.to_string());
         }
-        (self.overlapping)(net).map(|overlap| format!("{overlap}: {fix}"))
+        (self.covering)(net).map(|overlap| format!("{overlap}: {fix}"))
     }
 
     /// The intent to write a list; none where the object exists and lists what it should.
@@ -230,9 +231,9 @@ pub(crate) mod testing {
                 kubernetes_node: node.map_or(Observed::Absent, Observed::Present),
                 listed_elsewhere: &|own| overlapping(own).is_some(),
                 contested: &|own| pod_cidr::contested(own, "n1", overlapping(own)),
-                overlapping: &|own| {
+                covering: &|own| {
                     let networks: Vec<_> = self.network.iter().map(|net| (*net, "eth0".to_owned())).collect();
-                    crate::ipam::find_overlaps(&[*own], &networks).into_iter().next()
+                    crate::ipam::find_overlaps(&[*own], &networks).into_iter().find(Overlap::covers)
                 },
             };
             mode.plan(&input, Timestamp::UNIX_EPOCH)

@@ -124,6 +124,16 @@ pub struct PodCidr {
     first: u128,
     last: u128,
     bookings: Bookings<u128>,
+    /// Parts that are not allocated, in order and apart from each other.
+    excluded: Vec<Part>,
+}
+
+/// A part of a pod CIDR, inclusive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Part {
+    first: u128,
+    last: u128,
+    label: String,
 }
 
 impl PodCidr {
@@ -140,7 +150,7 @@ impl PodCidr {
             // The cap may exclude the last address of the CIDR already.
             last = last.min(net_bounds(&net).1 - 1);
         }
-        Self { net, first, last, bookings: Bookings::default() }
+        Self { net, first, last, bookings: Bookings::default(), excluded: Vec::new() }
     }
 
     /// The CIDR, without host bits.
@@ -162,8 +172,27 @@ impl PodCidr {
         Err(AddressError::OutOfRange { address, net: self.net, first, last })
     }
 
-    /// The first free position in the range: walks what is not free, which is sorted, until that leaves a gap.
+    /// The excluded part that has a position.
+    fn part(&self, position: u128) -> Option<&Part> {
+        self.excluded.iter().find(|part| (part.first..=part.last).contains(&position))
+    }
+
+    /// The first free position in the range, outside of the excluded parts.
     fn free_from(&self, first: u128, last: u128) -> Option<u128> {
+        let mut from = first;
+        for part in self.excluded.iter().filter(|part| part.last >= first && part.first <= last) {
+            if part.first > from
+                && let Some(free) = self.free_between(from, part.first - 1)
+            {
+                return Some(free);
+            }
+            from = part.last.checked_add(1)?;
+        }
+        if from <= last { self.free_between(from, last) } else { None }
+    }
+
+    /// The first free position in the range: walks what is not free, which is sorted, until that leaves a gap.
+    fn free_between(&self, first: u128, last: u128) -> Option<u128> {
         let mut candidate = first;
         for booked in self.bookings.between(first, last) {
             if booked > candidate {
@@ -185,6 +214,29 @@ impl Allocator for PodCidr {
         self.bookings.exclude(position, address, label)
     }
 
+    fn exclude_net(&mut self, net: &IpNet, label: &str) {
+        if Family::of_net(net) != self.family() {
+            return;
+        }
+        let (first, last) = net_bounds(net);
+        let (first, last) = (first.max(self.first), last.min(self.last));
+        if first > last {
+            return;
+        }
+        let part = Part { first, last, label: label.to_owned() };
+        let (mut touching, apart): (Vec<Part>, Vec<Part>) = std::mem::take(&mut self.excluded)
+            .into_iter()
+            .partition(|other| other.first <= part.last && part.first <= other.last);
+        touching.push(part);
+        let merged = touching.into_iter().reduce(|one, other| Part {
+            first: one.first.min(other.first),
+            last: one.last.max(other.last),
+            label: one.label,
+        });
+        self.excluded = apart.into_iter().chain(merged).collect();
+        self.excluded.sort_by_key(|part| part.first);
+    }
+
     /// The first free address from the random position `draw` onwards, around the end.
     fn allocate_next(&mut self, owner: &str, now: Timestamp, draw: u64) -> Result<IpAddr, AddressError> {
         self.expire(now);
@@ -192,7 +244,7 @@ impl Allocator for PodCidr {
         let position = self
             .free_from(start, self.last)
             .or_else(|| if start > self.first { self.free_from(self.first, start - 1) } else { None })
-            .or_else(|| self.bookings.longest_quarantined());
+            .or_else(|| self.bookings.longest_quarantined(|position| self.part(*position).is_none()));
         let Some(position) = position else {
             return Err(AddressError::RangeFull { net: self.net, usage: self.usage() });
         };
@@ -202,7 +254,11 @@ impl Allocator for PodCidr {
 
     fn allocate(&mut self, address: IpAddr, owner: &str, now: Timestamp) -> Result<(), AddressError> {
         self.expire(now);
-        self.bookings.allocate(self.position(address)?, address, owner)
+        let position = self.position(address)?;
+        match self.part(position).filter(|_| self.bookings.is_free(&position)) {
+            Some(part) => Err(AddressError::Excluded { address, owner: part.label.clone() }),
+            None => self.bookings.allocate(position, address, owner),
+        }
     }
 
     fn undo(&mut self, address: IpAddr, owner: &str) -> Result<(), AddressError> {
@@ -222,7 +278,13 @@ impl Allocator for PodCidr {
     }
 
     fn usage(&self) -> Usage {
-        self.bookings.usage(u64::try_from(self.last - self.first + 1).unwrap_or(u64::MAX))
+        let mut usage = self.bookings.usage(u64::try_from(self.last - self.first + 1).unwrap_or(u64::MAX));
+        for part in &self.excluded {
+            let booked = self.bookings.between(part.first, part.last).count() as u128;
+            let free = u64::try_from((part.last - part.first + 1).saturating_sub(booked)).unwrap_or(u64::MAX);
+            usage.reserved = usage.reserved.saturating_add(free);
+        }
+        usage
     }
 }
 

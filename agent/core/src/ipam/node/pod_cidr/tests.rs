@@ -108,6 +108,27 @@ fn an_address_of_the_node_is_never_drawn_and_a_request_for_it_names_what_it_is_k
 }
 
 #[test]
+fn the_parts_of_other_networks_are_not_drawn_and_what_is_held_in_them_stays() {
+    let net = |text: &str| text.parse().unwrap();
+    let mut pool = pool("10.66.1.0/26");
+    pool.allocate(ip("10.66.1.20"), "pod", at(0)).unwrap();
+    // Touching, overlapping, at the end, and outside.
+    for part in ["10.66.1.16/29", "10.66.1.20/30", "10.66.1.24/29", "10.66.1.60/30", "10.66.2.0/24", "fd00::/64"] {
+        pool.exclude_net(&net(part), "docker0");
+    }
+    assert_eq!(pool.usage(), Usage { size: 62, used: 1, reserved: 15 + 3, quarantined: 0 });
+    assert!(matches!(
+        pool.allocate(ip("10.66.1.31"), "pod", at(0)),
+        Err(AddressError::Excluded { owner, .. }) if owner == "docker0"
+    ));
+    pool.release(ip("10.66.1.20"), "pod", at(0), at(100)).unwrap();
+    let given = drain(&mut pool);
+    assert_eq!(given.len(), 62 - 16 - 3);
+    assert!(given.iter().all(|address| !matches!(address, IpAddr::V4(ip) if (16..32).contains(&ip.octets()[3]))));
+    assert!(!given.contains(&ip("10.66.1.61")));
+}
+
+#[test]
 fn released_addresses_are_quarantined_and_reallocated_in_order_if_no_other_is_free() {
     let mut pool = pool("10.0.0.0/29");
     for last in 1..=6 {
