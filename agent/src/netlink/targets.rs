@@ -113,35 +113,10 @@ impl BlockingOperations for PodRoutes {
     type Value = PodRoute;
     type Error = NetlinkError;
 
-    fn update(&mut self, address: &Ipv4Addr, PodRoute { ifindex, source }: &PodRoute) -> Result<(), NetlinkError> {
-        self.handle.apply(&[link::set_ipv4(*ifindex, &link::HOST_SIDE)])?;
-        // Only our own route is replaced.
-        let ours = self.handle.routes(Some(route::PROTOCOL_POD))?;
-        let replaces = ours.iter().any(|route| route.destination == host(*address));
-        let set = |source| {
-            let route = route_to_pod(*address, *ifindex, source);
-            if replaces { route::replace(&route) } else { route::add(&route) }
-        };
-        match self.handle.apply(&[set(Some(*source))]) {
-            // The router address is not on the node now. Pods need the route all the same.
-            Err(error) if error.errno() == Some(Errno::EINVAL) => {
-                self.handle.apply(&[set(None)])?;
-                Err(NetlinkError::Answer {
-                    what: format!("set route to {address}"),
-                    reason: format!("the source {source} is not on this node; the route is set without it"),
-                })
-            }
-            Err(error) if error.is_exists() => {
-                let foreign = self.handle.routes(None)?.into_iter().find(|route| route.destination == host(*address));
-                let Some(foreign) = foreign else { return Err(error) };
-                Err(NetlinkError::Answer {
-                    what: format!("set route to pod {address}"),
-                    reason: format!(
-                        "the route `{foreign} proto {}` of another program is in its place; `ip route del {foreign}` removes it",
-                        foreign.protocol
-                    ),
-                })
-            }
+    fn update(&mut self, address: &Ipv4Addr, route: &PodRoute) -> Result<(), NetlinkError> {
+        match self.set(*address, *route) {
+            // The device was deleted or set down just now, and its route with it: the row goes as soon as that is seen.
+            Err(error) if matches!(error.errno(), Some(Errno::ENODEV | Errno::ENETDOWN)) => Ok(()),
             outcome => outcome,
         }
     }
@@ -162,6 +137,41 @@ impl BlockingOperations for PodRoutes {
             _ => None,
         };
         Ok(routes.into_iter().filter_map(row).collect())
+    }
+}
+
+impl PodRoutes {
+    fn set(&mut self, address: Ipv4Addr, PodRoute { ifindex, source }: PodRoute) -> Result<(), NetlinkError> {
+        self.handle.apply(&[link::set_ipv4(ifindex, &link::HOST_SIDE)])?;
+        // Only our own route is replaced.
+        let ours = self.handle.routes(Some(route::PROTOCOL_POD))?;
+        let replaces = ours.iter().any(|route| route.destination == host(address));
+        let set = |source| {
+            let route = route_to_pod(address, ifindex, source);
+            if replaces { route::replace(&route) } else { route::add(&route) }
+        };
+        match self.handle.apply(&[set(Some(source))]) {
+            // The router address is not on the node now. Pods need the route all the same.
+            Err(error) if error.errno() == Some(Errno::EINVAL) => {
+                self.handle.apply(&[set(None)])?;
+                Err(NetlinkError::Answer {
+                    what: format!("set route to {address}"),
+                    reason: format!("the source {source} is not on this node; the route is set without it"),
+                })
+            }
+            Err(error) if error.is_exists() => {
+                let foreign = self.handle.routes(None)?.into_iter().find(|route| route.destination == host(address));
+                let Some(foreign) = foreign else { return Err(error) };
+                Err(NetlinkError::Answer {
+                    what: format!("set route to pod {address}"),
+                    reason: format!(
+                        "the route `{foreign} proto {}` of another program is in its place; `ip route del {foreign}` removes it",
+                        foreign.protocol
+                    ),
+                })
+            }
+            outcome => outcome,
+        }
     }
 }
 
