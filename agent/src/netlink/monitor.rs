@@ -7,7 +7,7 @@
 use super::{Handle, NetlinkError};
 use crate::blocking::Blocking;
 use crate::tables::Table;
-use crate::tables::rows::{LinkRow, NetworkRow, RouteRow};
+use crate::tables::rows::{Hop, LinkRow, NetworkRow, RouteRow};
 use ipnet::{IpNet, Ipv4Net};
 use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
 use std::collections::{BTreeMap, BTreeSet};
@@ -60,14 +60,22 @@ pub fn read(handle: &mut Handle) -> Result<NetworkRow, NetlinkError> {
     let (routes, routing) = handle.routing()?;
     let mut routes: Vec<RouteRow> = routes.iter().filter_map(route_row).collect();
     routes.sort_unstable();
-    let outside = handle.hop(OUTSIDE, None)?;
+    let outside = looked_up(handle, OUTSIDE, None);
     let mut row = NetworkRow { links, routes, outside, sources: BTreeMap::new(), routing };
     for ifindex in addressed(&row) {
-        if let Some(source) = handle.hop(reached_by(&row, ifindex), Some(ifindex))?.and_then(|hop| hop.source) {
+        if let Some(source) = looked_up(handle, reached_by(&row, ifindex), Some(ifindex)).and_then(|hop| hop.source) {
             row.sources.insert(ifindex, source);
         }
     }
     Ok(row)
+}
+
+/// The kernel's route. Without an answer the choices that are made without one remain; the lists are what matters.
+fn looked_up(handle: &mut Handle, destination: Ipv4Addr, device: Option<u32>) -> Option<Hop> {
+    handle.hop(destination, device).unwrap_or_else(|error| {
+        tracing::warn!(%error, "a route cannot be looked up");
+        None
+    })
 }
 
 /// The devices by which packets may leave the node: those of others than pods, which have no address in the node's
