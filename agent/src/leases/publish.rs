@@ -78,7 +78,7 @@ impl Task {
         self.publish_routes(network.rows.get(&()));
     }
 
-    /// The routes to pods whose devices are up; a device that somebody set down stays down, and is reported.
+    /// The routes to pods whose devices are up. A device that was set down stays down, and is reported.
     fn publish_routes(&self, network: Option<&NetworkRow>) {
         let (Some(network), Some(source)) = (network, self.leases.router().ipv4) else { return };
         let recorded = self.leases.pods().filter_map(|lease| match &lease.state {
@@ -101,8 +101,8 @@ impl Task {
                 Some(link) => down.push(Found {
                     reason: "pod-device-down",
                     message: format!(
-                        "{pod} has no network: its device {name} on this node is down. It stays down until somebody runs `ip link \
-                         set {name} up`; then its route is set again",
+                        "{pod} has no network: its device {name} on this node is down. `ip link set {name} up` ends that, and its \
+                         route is set again then",
                         name = link.name
                     ),
                     subject: address.to_string(),
